@@ -21,17 +21,17 @@ readonly out=${OUT:-target/bench-peer.jsonl}
 # The peer's libtorch takes the level's variables too.
 [ -z "${LEVEL:-}" ] || export $(target/release/dflash cpu-levels | sed -n "s/^$LEVEL //p")
 
-# tokens, anchors, documents; 5 layers, 5 captures, blocks of 16 in each
+# tokens, anchors, documents; 5 layers, 5 auxiliary layers, blocks of 16 in each
 declare -A shapes=([a]="2048 128 8" [b]="4096 512 4" [c]="8192 1024 8" [p]="768 256 1" [q]="3072 512 4")
 
 ours() {
   target/release/dflash bench train-step --target "$target" --tokens "$1" --anchors "$2" --docs "$3" \
-    --block 16 --layers 5 --captures 5 --steps "$steps" --device "$device" --json 2>/dev/null
+    --block 16 --layers 5 --aux-layers 5 --steps "$steps" --device "$device" --json 2>/dev/null
 }
 
 peer() {
   "$peer_python" "$peer_script" "$target" --tokens "$1" --anchors "$2" --docs "$3" \
-    --block 16 --layers 5 --captures 5 --steps "$steps" --device "$device" 2>/dev/null | tail -n1
+    --block 16 --layers 5 --aux-layers 5 --steps "$steps" --device "$device" 2>/dev/null | tail -n1
 }
 
 # A run that dies (of memory, say) leaves a line that says so.

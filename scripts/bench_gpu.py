@@ -55,7 +55,7 @@ QWEN3_32B = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64
 # The dimensions of gpt-oss-120b under Qwen3's name: a step asks no more of a target.
 GPT_OSS_120B = dict(vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_attention_heads=64, head_dim=64)
 SMALL = dict(vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-# Name: target, tokens, anchors, documents. 5 layers, 5 captures, blocks of 16.
+# Name: target, tokens, anchors, documents. 5 layers, 5 auxiliary layers, blocks of 16.
 SHAPES = {"qwen3-8b": (QWEN3_8B, 8192, 512, 4), "qwen3-8b-dense": (QWEN3_8B, 8192, 3072, 4), "qwen3-32b": (QWEN3_32B, 8192, 512, 4),
           "gpt-oss-120b": (GPT_OSS_120B, 8192, 512, 4), "qwen3-8b-one-document": (QWEN3_8B, 8192, 512, 1)}
 SMALL_SHAPES = {"small": (SMALL, 256, 32, 2), "small-dense": (SMALL, 256, 96, 2), "small-one-document": (SMALL, 256, 32, 1)}
@@ -306,7 +306,7 @@ class Bench:
         steps = 2 if self.small else 5
         for name, (shape, tokens, anchors, docs) in (SMALL_SHAPES if self.small else SHAPES).items():
             target = self.target(shape)
-            flags = ["--tokens", tokens, "--anchors", anchors, "--docs", docs, "--block", 16, "--layers", 5, "--captures", 5, "--steps", steps, "--device", self.device]
+            flags = ["--tokens", tokens, "--anchors", anchors, "--docs", docs, "--block", 16, "--layers", 5, "--aux-layers", 5, "--steps", steps, "--device", self.device]
             sides = dict(ours=lambda: self.ours("bench", "train-step", "--target", target, *flags, "--products", "--json"))
             if (self.bundle / "peer").is_dir():
                 sides["peer"] = lambda: self.say([sys.executable, self.bundle / "scripts" / "peer_step.py", target, *flags], env=dict(PYTHONPATH=str(self.bundle / "peer")))

@@ -62,10 +62,10 @@ run_family() {
   conversations >"$work/conversations.jsonl"
   "$dflash" prepare --target "$work/target" --data "$work/conversations.jsonl" --output "$work/data" --seq-length 256 >&2
   states=$(mktemp -d /dev/shm/dflash-recipes.XXXXXX)
-  local captured=${ids// /, } layers
+  local aux_layers=${ids// /, } layers
   layers=$(python3 -c 'import json, sys; config = json.load(open(sys.argv[1])); print(config.get("text_config", config)["num_hidden_layers"])' "$work/target/config.json")
   serve states --no-enable-prefix-caching --no-enable-chunked-prefill \
-    --speculative-config "{\"method\": \"extract_hidden_states\", \"num_speculative_tokens\": 1, \"draft_model_config\": {\"hf_config\": {\"eagle_aux_hidden_state_layer_ids\": [$captured, $layers]}}}" \
+    --speculative-config "{\"method\": \"extract_hidden_states\", \"num_speculative_tokens\": 1, \"draft_model_config\": {\"hf_config\": {\"eagle_aux_hidden_state_layer_ids\": [$aux_layers, $layers]}}}" \
     --kv-transfer-config "{\"kv_connector\": \"ExampleHiddenStatesConnector\", \"kv_role\": \"kv_producer\", \"kv_connector_extra_config\": {\"shared_storage_path\": \"$states\"}}" ||
     { rm -rf "$states"; note "$(reason states)" - -; return 1; }
   # shellcheck disable=SC2086

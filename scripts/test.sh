@@ -27,10 +27,10 @@ status=$?
 # tie, shows here and not first on a GPU.
 if [ $# -eq 0 ]; then
   DFLASH_TEST_DTYPE=bfloat16 run --workspace --test parity || status=$?
-  # What `make bench-gpu` tests on a GPU, on one that is pretended: shapes, kinds and methods that a GPU's operators
+  # What `make bench-gpu` tests on a GPU, on a fake CUDA device: shapes, kinds and methods that a GPU's operators
   # refuse show here; values do not.
   for kind in float32 bfloat16; do
-    (export DFLASH_TEST_DEVICE=pretended DFLASH_TEST_DTYPE=$kind
+    (export DFLASH_TEST_DEVICE=fake_cuda DFLASH_TEST_DTYPE=$kind
      run --workspace --test parity --test attention --test golden) || status=$?
   done
   # What has kernels for each level of the processor's instructions once more at the lower ones, with libtorch

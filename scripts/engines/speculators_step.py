@@ -1,7 +1,7 @@
 """Times training steps of speculators' DFlash trainer on made-up rows: forward, backward, clipping and AdamW, as
 `dflash bench train-step` does ours. Prints one JSON line with the same keys.
 
-usage: speculators_step.py TARGET [--tokens T] [--anchors A] [--docs D] [--block B] [--layers L] [--captures K]
+usage: speculators_step.py TARGET [--tokens T] [--anchors A] [--docs D] [--block B] [--layers L] [--aux-layers K]
                            [--steps N] [--device cpu|cuda]
 """
 
@@ -27,14 +27,14 @@ FROM_TARGET = [
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
-    sizes = dict(tokens=2048, anchors=128, docs=8, block=16, layers=5, captures=5, steps=5)
+    sizes = dict(tokens=2048, anchors=128, docs=8, block=16, layers=5, aux_layers=5, steps=5)
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     return parser.parse_args()
 
 
-def captured_layers(count, layers):
+def auxiliary_layers(count, layers):
     """`count` layers from the first to the last but one, evenly spread."""
     step = (layers - 2) / max(1, count - 1)
     return [min(layers - 1, 1 + round(number * step)) for number in range(count)]
@@ -53,7 +53,7 @@ def draft(args, target):
         draft_vocab_size=target.vocab_size,
         mask_token_id=target.vocab_size - 1,
         block_size=args.block,
-        target_layer_ids=captured_layers(args.captures, target.num_hidden_layers),
+        target_layer_ids=auxiliary_layers(args.aux_layers, target.num_hidden_layers),
         draft_attn_impl="sdpa" if args.device == "cpu" else "simple_flex_attention",
     )
     return model.to(args.device).float().train()
@@ -63,9 +63,9 @@ def row(args, target):
     """A packed row of documents of equal length, but for the last."""
     length = -(-args.tokens // args.docs)
     place = torch.arange(args.tokens)
-    captured = len(captured_layers(args.captures, target.num_hidden_layers)) * target.hidden_size
+    features = len(auxiliary_layers(args.aux_layers, target.num_hidden_layers)) * target.hidden_size
     tensors = dict(
-        hidden_states=torch.randn(args.tokens, captured),
+        hidden_states=torch.randn(args.tokens, features),
         verifier_last_hidden_states=torch.randn(args.tokens, target.hidden_size),
         input_ids=torch.randint(0, target.vocab_size - 8, (args.tokens,)),
         loss_mask=torch.ones(args.tokens),

@@ -1,6 +1,6 @@
-//! What is asked of a pretended GPU: operations, launches, waits.
+//! What is asked of a fake CUDA device: operations, launches, waits.
 
-use dflash_torch_sys::trace::{Form, Record, pretend};
+use dflash_torch_sys::trace::{Form, Record, on_fake_cuda};
 use tch::no_grad;
 
 /// What `f` asks for after its preparations, at whose end it calls what it is given.
@@ -9,7 +9,7 @@ use tch::no_grad;
 /// When an operation refuses what it is given.
 pub fn asked(f: impl FnOnce(&dyn Fn())) -> Record {
     let start_over = || dflash_torch_sys::trace::start_over();
-    no_grad(|| pretend(|| f(&start_over))).unwrap().1
+    no_grad(|| on_fake_cuda(|| f(&start_over))).unwrap().1
 }
 
 /// How many operations have `part` in their name.

@@ -2,7 +2,7 @@
 //! cuda:N) or `DFLASH_TEST_DTYPE` (float32, bfloat16) say otherwise. So the tests that hold the CPU
 //! against reference vectors hold a GPU against them too.
 //!
-//! On the device `pretended` they run as on a GPU, whose operators take what they are given or refuse it, and whose
+//! On the device `fake_cuda` they run as on a GPU, whose operators take what they are given or refuse it, and whose
 //! results have shapes and no values: what would end such a test on a GPU before anything is compared, ends it
 //! here.
 
@@ -11,14 +11,14 @@ pub mod launches;
 use std::sync::OnceLock;
 
 use dflash_settings::Device as Asked;
-use dflash_torch_sys::trace::pretend_to_the_end;
+use dflash_torch_sys::trace::fake_cuda_to_the_end;
 use dflash_torch_sys::{CudaLibrary, load_cuda};
 use tch::{Cuda, Device, Kind, Tensor};
 
 const DEVICE: &str = "DFLASH_TEST_DEVICE";
 const DTYPE: &str = "DFLASH_TEST_DTYPE";
 /// The device that computes nothing.
-const PRETENDED: &str = "pretended";
+const FAKE_CUDA: &str = "fake_cuda";
 
 /// Relative error of a result in bfloat16, which keeps 8 bits. Over all reference vectors, computed on
 /// a CPU, at most 1.02e-1 was measured, for the gradient of a q_norm, 8 numbers of large terms that cancel;
@@ -33,7 +33,7 @@ pub struct Place {
     /// Float32 or bfloat16.
     pub kind: Kind,
     /// Whether the device is a GPU that is not there, whose results have no values.
-    pub is_pretended: bool,
+    pub is_fake_cuda: bool,
 }
 
 /// Where the tests of this process compute.
@@ -44,13 +44,13 @@ pub struct Place {
 pub fn place() -> Place {
     static PLACE: OnceLock<Place> = OnceLock::new();
     let place = *PLACE.get_or_init(|| {
-        let is_pretended = variable(DEVICE).as_deref() == Some(PRETENDED);
-        let device = if is_pretended { Device::Cuda(0) } else { device() };
-        Place { device, kind: kind(), is_pretended }
+        let is_fake_cuda = variable(DEVICE).as_deref() == Some(FAKE_CUDA);
+        let device = if is_fake_cuda { Device::Cuda(0) } else { device() };
+        Place { device, kind: kind(), is_fake_cuda }
     });
-    if place.is_pretended {
+    if place.is_fake_cuda {
         // Each test has a thread.
-        pretend_to_the_end().unwrap_or_else(|error| panic!("{DEVICE}={PRETENDED}: {error}"));
+        fake_cuda_to_the_end().unwrap_or_else(|error| panic!("{DEVICE}={FAKE_CUDA}: {error}"));
     }
     place
 }
@@ -60,7 +60,7 @@ fn device() -> Device {
     let number = match asked.parse() {
         Ok(Asked::Cpu) => return Device::Cpu,
         Ok(Asked::Cuda(number)) => number.unwrap_or(0),
-        _ => panic!("{DEVICE}={asked}: pass cpu, cuda, cuda:N or {PRETENDED}"),
+        _ => panic!("{DEVICE}={asked}: pass cpu, cuda, cuda:N or {FAKE_CUDA}"),
     };
     let library = load_cuda();
     assert!(library == CudaLibrary::Loaded, "{DEVICE}={asked}, but libtorch's CUDA: {library:?}");
@@ -96,7 +96,7 @@ impl Place {
 
     /// The same for a result whose kind the test chooses.
     pub fn whatever_the_kind(self, bound: f64) -> f64 {
-        if self.is_pretended { f64::INFINITY } else { bound }
+        if self.is_fake_cuda { f64::INFINITY } else { bound }
     }
 }
 

@@ -94,7 +94,7 @@ fn a_run_records_the_level_that_its_ranks_computed_at() {
 #[test]
 fn a_bench_and_the_doctor_name_the_level() {
     let small =
-        "--tokens 64 --docs 2 --anchors 4 --block 4 --layers 1 --captures 2 --steps 1 --warmup 0";
+        "--tokens 64 --docs 2 --anchors 4 --block 4 --layers 1 --aux-layers 2 --steps 1 --warmup 0";
     for (level, variables) in levels() {
         let bench = format!("bench train-step --json --device cpu --target {} {small}", target());
         let report = free(&format!("{bench} --cpu-level {level}")).ok().stdout;

@@ -12,7 +12,7 @@ fn main() {
     compile_optimizer(&libtorch());
     compile_kernels();
     compile_decode();
-    compile_rehearsal();
+    compile_emulation();
 }
 
 /// How the C++ of the bindings turns exceptions into messages.
@@ -36,19 +36,19 @@ fn compile_optimizer(libtorch: &std::path::Path) {
 }
 
 /// The kernels for GPUs as code for the CPU, which tests run.
-fn compile_rehearsal() {
+fn compile_emulation() {
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .opt_level(2)
-        .define("DFLASH_REHEARSAL", None)
+        .define("DFLASH_EMULATION", None)
         // Several elements are moved as one struct.
         .flag("-fno-strict-aliasing")
         .flag("-Wno-unknown-pragmas")
         // Its check of jumps knows one stack.
         .flag("-U_FORTIFY_SOURCE")
-        .file("cpp/rehearsal.cpp")
-        .compile("dflash_rehearsal");
+        .file("cpp/emulation.cpp")
+        .compile("dflash_emulation");
 }
 
 /// The passes of decoding, once for each instruction set that is chosen among when the program runs.

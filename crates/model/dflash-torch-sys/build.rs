@@ -51,8 +51,8 @@ fn compile(libtorch: &std::path::Path) {
     calls()
         // GCC 12 follows libtorch's values into branches that they never take.
         .flag_if_supported("-Wno-stringop-overflow")
-        .file("cpp/pretend.cpp")
-        .compile("dflash_pretend");
+        .file("cpp/fake_cuda.cpp")
+        .compile("dflash_fake_cuda");
     println!("cargo:rustc-link-search=native={}", libtorch.join("lib").display());
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");

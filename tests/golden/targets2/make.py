@@ -55,8 +55,8 @@ def margin(model, ids):
 
     def router(module, inputs):
         ranked = (inputs[0].reshape(-1, inputs[0].shape[-1]) @ module.weight.T).sort(descending=True).values
-        chosen = EXPERTS["num_experts_per_tok"]
-        gaps.append((ranked[:, chosen - 1] - ranked[:, chosen]).min().item())
+        top_k = EXPERTS["num_experts_per_tok"]
+        gaps.append((ranked[:, top_k - 1] - ranked[:, top_k]).min().item())
 
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [gate.register_forward_pre_hook(router) for gate in routers]

@@ -81,7 +81,7 @@ pub struct DraftConfig {
     pub block_size: usize,
     /// The token in the slots to be predicted.
     pub mask_token_id: i64,
-    /// Captured layers, 0 = embedding output, k = after k decoder layers; ascending.
+    /// Auxiliary layers, 0 = embedding output, k = after k decoder layers; ascending.
     pub target_layer_ids: Vec<u32>,
     /// Layers of the target, where the checkpoint says so (speculators' does not).
     pub num_target_layers: Option<usize>,
@@ -113,7 +113,7 @@ impl DraftConfig {
     }
 
     /// K.
-    pub fn captures(&self) -> i64 {
+    pub fn aux_layers(&self) -> i64 {
         self.target_layer_ids.len() as i64
     }
 

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use dflash_formats::safetensors::{Header, INDEX, SINGLE, TensorInfo, weight_map};
 
-use crate::digest::Digest;
 use crate::Error;
+use crate::digest::Digest;
 
 /// One page: reading less costs as much.
 const STRIPE: u64 = 4096;

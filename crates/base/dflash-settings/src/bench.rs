@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_LAYERS, MOST_ROWS, MOST_TOKENS, block_size, within};
 use crate::choices::{Device, Dtype};
-use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
+use crate::draft::{DEFAULT_AUX_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
 use crate::objective::check_loss_chunk;
 use crate::processor::ProcessorSettings;
 
@@ -66,8 +66,9 @@ pub struct TrainStepSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "L", default_value_t = DEFAULT_LAYERS))]
     pub layers: usize,
     /// Number of auxiliary layers of the target.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "K", default_value_t = DEFAULT_CAPTURES))]
-    pub captures: usize,
+    #[cfg_attr(feature = "clap", arg(long, alias = "captures", value_name = "K", default_value_t = DEFAULT_AUX_LAYERS))]
+    #[serde(rename = "captures")]
+    pub aux_layers: usize,
     /// Timed steps, after --warmup steps.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 5))]
     pub steps: usize,
@@ -219,7 +220,7 @@ impl TrainStepSettings {
             ("layers", self.layers as u64, 1..=MOST_DRAFT_LAYERS),
             ("steps", self.steps as u64, 1..=MOST_STEPS),
             ("warmup", self.warmup as u64, 0..=MOST_STEPS),
-            ("captures", self.captures as u64, 1..=MOST_LAYERS),
+            ("aux_layers", self.aux_layers as u64, 1..=MOST_LAYERS),
         ])?;
         self.processor.check()?;
         check_loss_chunk(self.loss_chunk_mib)?;

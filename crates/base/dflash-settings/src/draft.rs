@@ -8,7 +8,7 @@ use crate::choices::SpeculatorType;
 use crate::markov::MarkovSettings;
 
 /// Default number of auxiliary layers of a draft: the paper's.
-pub const DEFAULT_CAPTURES: usize = 5;
+pub const DEFAULT_AUX_LAYERS: usize = 5;
 /// Default layers of a draft: the paper's.
 pub const DEFAULT_LAYERS: usize = 5;
 /// Default slots of a block: the paper's.

@@ -68,13 +68,13 @@ pub struct HiddenServerSettings {
     /// How the target is split over processes.
     #[cfg_attr(feature = "clap", command(flatten))]
     #[serde(flatten)]
-    pub division: DivisionSettings,
+    pub parallel: ParallelSettings,
 }
 
 /// For a target larger than one device. One process per GPU is started on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
-pub struct DivisionSettings {
+pub struct ParallelSettings {
     /// Number of stages of consecutive layers, each in its own process.
     #[cfg_attr(
         feature = "clap",
@@ -87,13 +87,13 @@ pub struct DivisionSettings {
     pub tensor_parallel_size: usize,
 }
 
-impl Default for DivisionSettings {
+impl Default for ParallelSettings {
     fn default() -> Self {
         Self { pipeline: 1, tensor_parallel_size: 1 }
     }
 }
 
-impl DivisionSettings {
+impl ParallelSettings {
     /// Total number of processes.
     pub fn ranks(&self) -> usize {
         self.pipeline * self.tensor_parallel_size
@@ -139,7 +139,7 @@ impl HiddenServerSettings {
             ("client_timeout", self.client_timeout, SHORTEST_TIMEOUT..=LONGEST_WAIT),
         ])?;
         self.processor.check()?;
-        self.division.check(self.device)?;
+        self.parallel.check(self.device)?;
         if self.target_layer_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Invalid::new("target_layer_ids", "empty", "it must name a layer"));
         }
@@ -178,7 +178,7 @@ mod tests {
             max_batch_tokens: 2048,
             max_model_len: None,
             threads: None,
-            division: DivisionSettings::default(),
+            parallel: ParallelSettings::default(),
         }
     }
 
@@ -211,12 +211,12 @@ mod tests {
     }
 
     #[test]
-    fn a_divided_target_takes_no_single_gpu() {
+    fn a_parallel_target_takes_no_single_gpu() {
         let parts =
-            |pipeline, tensor_parallel_size| DivisionSettings { pipeline, tensor_parallel_size };
-        check(|settings| settings.division = parts(2, 2), "");
+            |pipeline, tensor_parallel_size| ParallelSettings { pipeline, tensor_parallel_size };
+        check(|settings| settings.parallel = parts(2, 2), "");
         let none = "--tensor-parallel-size is 0, but it must be at least 1 and at most 64";
-        check(|settings| settings.division = parts(2, 0), none);
+        check(|settings| settings.parallel = parts(2, 0), none);
         let one = "--device is cuda:1, but --pipeline and --tensor-parallel-size give each of 6 \
                    processes a GPU of its own; pass --device cuda, and choose GPUs by \
                    CUDA_VISIBLE_DEVICES";
@@ -226,7 +226,7 @@ mod tests {
         check(
             |settings| {
                 on_second(settings);
-                settings.division = parts(3, 2);
+                settings.parallel = parts(3, 2);
             },
             one,
         );

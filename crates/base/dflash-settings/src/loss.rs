@@ -40,7 +40,7 @@ const NAMES: [(&str, ElementLoss); 7] = [
 
 impl ElementLoss {
     /// Whether the loss compares distributions.
-    pub fn needs_teacher(self) -> bool {
+    pub fn needs_target_distribution(self) -> bool {
         self != Self::CrossEntropy
     }
 

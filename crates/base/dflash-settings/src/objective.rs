@@ -51,8 +51,8 @@ pub struct ObjectiveSettings {
 
 impl ObjectiveSettings {
     /// Whether the target distribution is needed.
-    pub fn needs_teacher(&self) -> bool {
-        self.teacher_labels || self.loss.iter().any(|term| term.loss.needs_teacher())
+    pub fn needs_target_distribution(&self) -> bool {
+        self.teacher_labels || self.loss.iter().any(|term| term.loss.needs_target_distribution())
     }
 
     /// The loss of a draft that gives each of so many tokens the same probability, nats: as far as it can

@@ -10,7 +10,7 @@ use crate::check::{Invalid, MOST_TFLOPS, MOST_TOKENS, needs, positive, within};
 use crate::choices::Device;
 use crate::compute::ComputeSettings;
 use crate::draft::DraftSettings;
-use crate::hidden_server::DivisionSettings;
+use crate::hidden_server::ParallelSettings;
 use crate::hidden_states::HiddenStatesSettings;
 use crate::launch::{MOST_NODES, MOST_RANKS};
 use crate::objective::ObjectiveSettings;
@@ -159,7 +159,7 @@ pub struct PlanSettings {
     /// How `dflash hidden-server` splits the target.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "The target's server"))]
-    pub division: DivisionSettings,
+    pub parallel: ParallelSettings,
 }
 
 impl PlanSettings {
@@ -183,7 +183,7 @@ impl PlanSettings {
             ("rows", self.documents.unwrap_or(1) as u64, 1..=MOST_DOCUMENTS),
             ("mean_length", self.mean_length.unwrap_or(1) as u64, 1..=MOST_TOKENS),
         ])?;
-        self.division.check(Device::Auto)?;
+        self.parallel.check(Device::Auto)?;
         positive([("tflops", self.tflops.unwrap_or(1.0), MOST_TFLOPS)])?;
         match (self.documents, self.mean_length) {
             (Some(_), None) => return Err(needs("rows", "mean_length")),

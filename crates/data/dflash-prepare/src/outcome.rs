@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use dflash_data::Sample;
 use dflash_chat::NameCounts;
+use dflash_data::Sample;
 use serde::Serialize;
 
 /// Why a conversation or row was dropped: in words, and in snake case as a key of

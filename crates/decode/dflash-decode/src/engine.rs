@@ -28,7 +28,7 @@ mod timing;
 use dflash_draft::{ContextCache, Draft};
 use dflash_settings::Speculate;
 use dflash_target::{KvCache, Target};
-use dflash_tensor::want_of_memory;
+use dflash_tensor::catch_oom;
 use tch::{Tensor, no_grad};
 
 use self::lengths::{Choice, Lengths};
@@ -179,7 +179,7 @@ impl<'a> Engine<'a> {
         let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);
         let request = Request { speculative: drafts, ..request };
         // Where there is no memory, the pass that needs the rows says so: it can drop its sequences.
-        let caches = want_of_memory(|| self.new_caches(&request));
+        let caches = catch_oom(|| self.new_caches(&request));
         let draft = self.proposer.draft().filter(|_| request.speculative);
         let caches = caches.unwrap_or_else(|_| empty_caches(self.target, draft, 0));
         let rule = match draft.is_some() && !self.lengths.is_auto() {
@@ -264,7 +264,7 @@ impl<'a> Engine<'a> {
     /// included.
     pub fn step(&mut self) -> Result<Vec<Output>, Error> {
         let sequences = self.len();
-        want_of_memory(|| self.pass()).map_err(|reason| {
+        catch_oom(|| self.pass()).map_err(|reason| {
             // The pass may have ended anywhere: what the caches hold is not known.
             self.sequences.clear();
             self.resting.clear();
@@ -470,7 +470,7 @@ fn keep_caches(prefixes: &mut Prefixes, sequence: &Sequence, models: (&Target, O
     }
     let keep = || no_grad(|| prefixes.insert(sequence.held(), sequence.caches(), models));
     // Without memory for a copy there is none to keep the others either.
-    if want_of_memory(keep).is_err() {
+    if catch_oom(keep).is_err() {
         prefixes.clear();
     }
 }

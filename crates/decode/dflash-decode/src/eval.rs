@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
 use dflash_eval::sets::{PromptSet, Rows, locate};
-use dflash_eval::{EvalReport, Facts, Measured, Memory, SetFacts, Way, check_outputs, write};
+use dflash_eval::{EvalMode, EvalReport, Facts, Measured, Memory, SetFacts, check_outputs, write};
 use dflash_hub::Hub;
 use dflash_identity::TargetIdentity;
 use dflash_io::{Progress, Unit, say};
@@ -163,13 +163,13 @@ fn measure(
     for asked in asked {
         for &temperature in &settings.temperature {
             for &concurrency in &settings.concurrency {
-                let way = Way { temperature, thinking: asked.thinking, concurrency };
+                let mode = EvalMode { temperature, thinking: asked.thinking, concurrency };
                 let limits =
                     Limits::new(target.config(), &asked.tokenizer, settings.max_new_tokens);
                 results.extend(match concurrency {
-                    1 => one_by_one(settings, (target, drafts), (asked, way, limits), stop)?,
+                    1 => one_by_one(settings, (target, drafts), (asked, mode, limits), stop)?,
                     _ => {
-                        let together = Together { settings, target, drafts, asked, limits, way };
+                        let together = Together { settings, target, drafts, asked, limits, mode };
                         several(&together, stop)?
                     }
                 });
@@ -183,23 +183,23 @@ fn measure(
 fn one_by_one(
     settings: &EvalSettings,
     (target, drafts): (&Target, &Drafts),
-    (asked, way, limits): (&Asked<'_>, Way, Limits),
+    (asked, mode, limits): (&Asked<'_>, EvalMode, Limits),
     stop: &AtomicBool,
 ) -> Result<Vec<Measured>, Error> {
-    let sampling = Sampling::at(way.temperature);
+    let sampling = Sampling::at(mode.temperature);
     let mut measurement = Measurement::new(settings, (target, drafts), (sampling, limits))?;
     measurement.warm_up(&asked.prompts[0], stop)?;
     let mut progress = Progress::new("eval", Unit::Items, asked.prompts.len() as u64);
     for (row, prompt) in asked.prompts.iter().enumerate() {
         measurement.answer_row(row, prompt, &asked.tokenizer, stop)?;
-        progress.update(row as u64 + 1, format!("{} {way}: {measurement}", asked.set));
+        progress.update(row as u64 + 1, format!("{} {mode}: {measurement}", asked.set));
     }
-    Ok(measurement.finish(asked.set, way))
+    Ok(measurement.finish(asked.set, mode))
 }
 
 /// Answers a set several prompts at a time, plainly and with each draft.
 fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, Error> {
-    let rounds = 1 + together.drafts.ways().len();
+    let rounds = 1 + together.drafts.modes().len();
     let rows = together.asked.prompts.len() * rounds;
     let mut progress = Progress::new("eval", Unit::Items, rows as u64);
     let mut answers = 0;
@@ -208,7 +208,7 @@ fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, 
         // Later turns are answers too, whose number is not known before.
         let shown = answers.min(rows as u64);
         progress
-            .update(shown, format!("{} {}: {answers} answers", together.asked.set, together.way));
+            .update(shown, format!("{} {}: {answers} answers", together.asked.set, together.mode));
     })
 }
 

@@ -35,9 +35,9 @@ impl EvalReport {
         let mut lines: Vec<String> = best.iter().map(|best| best.to_line(label)).collect();
         for one in self.results.iter().filter(|one| one.draft == label) {
             if let Some(speed_up) = one.table_speed_up().filter(|&speed_up| speed_up < COSTS) {
-                let (set, way) = (self.title(&one.set), one.way);
+                let (set, mode) = (self.title(&one.set), one.mode);
                 lines.push(format!(
-                    "{label}: costs time on {set}, {way}: {speed_up:.2} times plain decoding with \
+                    "{label}: costs time on {set}, {mode}: {speed_up:.2} times plain decoding with \
                      whole blocks"
                 ));
             }
@@ -62,7 +62,7 @@ impl EvalReport {
         let mut timed: BTreeMap<usize, &[f64]> = BTreeMap::new();
         let auto = format!("{label}{AUTO_SUFFIX}");
         for one in self.results.iter().filter(|one| one.draft == auto) {
-            timed.insert(one.way.concurrency, &one.step_seconds);
+            timed.insert(one.mode.concurrency, &one.step_seconds);
         }
         let best = |(concurrency, seconds): (usize, &[f64])| {
             let shares = self.shares(label, concurrency);
@@ -76,7 +76,7 @@ impl EvalReport {
     fn shares(&self, label: &str, concurrency: usize) -> Vec<f64> {
         let with_slots = |one: &&Measured| {
             one.draft == label
-                && one.way.concurrency == concurrency
+                && one.mode.concurrency == concurrency
                 && one.figures.acceptance_by_slot.len() > 1
         };
         let all: Vec<&Measured> = self.results.iter().filter(with_slots).collect();
@@ -183,7 +183,7 @@ mod tests {
         let mut auto = report.results[1].clone();
         auto.draft = "run auto".into();
         auto.step_seconds = vec![1.0, 1.1, 1.2, 1.3];
-        assert_eq!(auto.way, GREEDY);
+        assert_eq!(auto.mode, GREEDY);
         report.results.push(auto);
         let advice = report.advice();
         let says = |part: &str| advice.iter().any(|line| line.contains(part));

@@ -10,7 +10,7 @@ use crate::Error;
 use crate::bootstrap::spread;
 use crate::figures::Figures;
 use crate::report::{EvalReport, Measured, Pairs, plain_of};
-use dflash_run::Way;
+use dflash_run::EvalMode;
 
 /// A change of this many standard errors is more than chance: two are exceeded by chance one time
 /// in twenty.
@@ -34,7 +34,7 @@ pub struct Change {
     pub set: String,
     /// Its mode.
     #[serde(flatten)]
-    pub way: Way,
+    pub mode: EvalMode,
     /// Its draft.
     pub draft: String,
     /// The draft's name in the earlier report.
@@ -90,7 +90,7 @@ impl EvalReport {
         let comparison = compare(path, &self.results, &earlier.results);
         if comparison.changes.is_empty() {
             let there: Vec<String> =
-                earlier.results.iter().map(|one| format!("{}: {}", one.set, one.way)).collect();
+                earlier.results.iter().map(|one| format!("{}: {}", one.set, one.mode)).collect();
             return Err(Error::NothingInCommon { path: path.into(), there: there.join("; ") });
         }
         self.comparison = Some(comparison);
@@ -104,7 +104,7 @@ fn compare(path: &Path, now: &[Measured], before: &[Measured]) -> Comparison {
         Comparison { baseline: path.display().to_string(), unmatched: 0, changes: Vec::new() };
     for result in now {
         let counterpart = counterpart(&result.draft, &own, &others).and_then(|draft| {
-            let same = |one: &&Measured| one.set == result.set && one.way == result.way;
+            let same = |one: &&Measured| one.set == result.set && one.mode == result.mode;
             before.iter().filter(same).find(|one| one.draft == draft)
         });
         match counterpart {
@@ -159,7 +159,7 @@ fn changes(
         let change = difference(value, old);
         Some(Change {
             set: now.set.clone(),
-            way: now.way,
+            mode: now.mode,
             draft: now.draft.clone(),
             draft_before: before.draft.clone(),
             figure,

@@ -55,7 +55,7 @@ impl SetFacts {
 impl Measured {
     /// Set, draft and mode.
     fn described(&self) -> String {
-        format!("({}, {}, {})", self.set, self.draft, self.way)
+        format!("({}, {}, {})", self.set, self.draft, self.mode)
     }
 
     fn lossless_fact(&self) -> Option<LosslessFact> {
@@ -93,7 +93,7 @@ impl Measured {
         let (described, rows) = (self.described(), self.rows());
         Some(match self.figures.speed_up {
             // Without plain decoding several answers at a time are one part, however many there are.
-            None if self.way.concurrency > 1 => format!(
+            None if self.mode.concurrency > 1 => format!(
                 "the standard error of the speed is not measurable without {NO_DRAFT} beside it: \
                  give --plain-endpoint {described}"
             ),
@@ -107,7 +107,7 @@ impl Measured {
     /// Whether a part has too few rows for the concurrency.
     fn note_on_concurrency(&self) -> Option<String> {
         let rows = self.rows().div_ceil(self.whole.parts.len().max(1));
-        let is_short = !self.is_plain() && rows > 0 && rows < self.way.concurrency;
+        let is_short = !self.is_plain() && rows > 0 && rows < self.mode.concurrency;
         is_short.then(|| {
             format!(
                 "at most {rows} answers were made at a time: give more prompts {}",
@@ -126,7 +126,7 @@ impl Measured {
 
 #[cfg(test)]
 mod tests {
-    use dflash_run::Way;
+    use dflash_run::EvalMode;
 
     use super::*;
     use crate::figures::{Part, Whole};
@@ -165,20 +165,20 @@ mod tests {
         let none = Whole::default();
         let few = Measured::new("s", GREEDY, "run", one.clone(), none, None, Some(&plain));
         check(&few, &["not measurable with 1 rows: give more prompts (s, run, greedy)"]);
-        let way = Way { concurrency: 4, ..GREEDY };
+        let mode = EvalMode { concurrency: 4, ..GREEDY };
         let whole = |parts: usize| Whole {
             seconds: Some(parts as f64),
             verification: None,
             parts: vec![Part { tokens: 11, seconds: 1.0 }; parts],
         };
         let side = |draft: &str, plain: Option<&Measured>, parts| {
-            Measured::new("s", way, draft, drafted.answers.clone(), whole(parts), None, plain)
+            Measured::new("s", mode, draft, drafted.answers.clone(), whole(parts), None, plain)
         };
         check(&side("run", None, 1), &["without none beside it"]);
         check(&side("run", Some(&side(NO_DRAFT, None, 1)), 1), &["with 8 rows: give more prompts"]);
         check(&side("run", Some(&side(NO_DRAFT, None, 2)), 2), &[]);
         check(&side("run", Some(&side(NO_DRAFT, None, 3)), 3), &["at most 3 answers"]);
-        let nothing = Measured::new("s", way, "run", Vec::new(), whole(0), None, None);
+        let nothing = Measured::new("s", mode, "run", Vec::new(), whole(0), None, None);
         let nothing = Measured { failed: 8, ..nothing };
         check(&nothing, &["nothing was answered, 8 rows failed"]);
     }

@@ -27,7 +27,7 @@ mod write;
 pub use advice::AUTO_SUFFIX;
 pub use answer::{Answer, Verification};
 pub use baseline::{Change, Comparison};
-pub use dflash_run::Way;
+pub use dflash_run::EvalMode;
 pub use error::Error;
 pub use figures::{Figures, Part, Whole};
 pub use lossless::{Difference, Lossless};

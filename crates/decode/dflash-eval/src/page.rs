@@ -7,7 +7,7 @@ use dflash_report::chart::{BarChart, Chart, STYLE, escape};
 use crate::figures::mean;
 use crate::report::{EvalReport, Measured};
 use crate::table::{self, Table};
-use dflash_run::Way;
+use dflash_run::EvalMode;
 
 /// Maximum number of points of a line over prompt lengths: each is the mean over equally many
 /// answers.
@@ -37,7 +37,7 @@ pub(crate) fn html(report: &EvalReport) -> String {
         .map(|(name, value)| format!("<tr><td>{name}</td><td>{}</td></tr>\n", escape(value)))
         .collect();
     let tables: String = tables(report).iter().map(html_table).collect();
-    let charts: String = report.ways().into_iter().map(|way| charts(report, way)).collect();
+    let charts: String = report.modes().into_iter().map(|mode| charts(report, mode)).collect();
     let legend = escape(&report.legend());
     let target = escape(&report.target);
     format!(
@@ -104,16 +104,16 @@ fn html_table(table: &Table) -> String {
 }
 
 /// The plots of one mode.
-fn charts(report: &EvalReport, way: Way) -> String {
+fn charts(report: &EvalReport, mode: EvalMode) -> String {
     let drafted: Vec<&Measured> =
-        report.results.iter().filter(|one| one.way == way && !one.is_plain()).collect();
+        report.results.iter().filter(|one| one.mode == mode && !one.is_plain()).collect();
     let plots = [by_position(report, &drafted).html(), by_set(report, &drafted).html()];
     let plots = plots.concat() + &by_prompt_length(&drafted).html();
     match plots.is_empty() {
         true => String::new(),
         false => {
-            let way = escape(&way.to_string());
-            format!("<h2>Plots, {way}</h2>\n<div class=\"charts\">\n{plots}</div>\n")
+            let mode = escape(&mode.to_string());
+            format!("<h2>Plots, {mode}</h2>\n<div class=\"charts\">\n{plots}</div>\n")
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use dflash_identity::TargetIdentity;
-use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates, SlotCounts, Way};
+use dflash_run::{AcceptanceFigures, EvalMode, Evaluation, Identical, Rates, SlotCounts};
 use dflash_settings::NO_DRAFT;
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +23,7 @@ pub struct Measured {
     pub set: String,
     /// The mode.
     #[serde(flatten)]
-    pub way: Way,
+    pub mode: EvalMode,
     /// Name of the draft; `none` is plain decoding.
     pub draft: String,
     /// Answers made.
@@ -183,7 +183,7 @@ impl Measured {
     /// it was measured.
     pub fn new(
         set: &str,
-        way: Way,
+        mode: EvalMode,
         draft: &str,
         answers: Vec<Answer>,
         whole: Whole,
@@ -192,7 +192,7 @@ impl Measured {
     ) -> Self {
         let mut measured = Self {
             set: set.to_owned(),
-            way,
+            mode,
             draft: draft.to_owned(),
             responses: answers.len(),
             failed: 0,
@@ -245,7 +245,7 @@ impl Measured {
     /// Speed-up as in papers: of decoding after the first token at concurrency 1, of all tokens in
     /// the total time otherwise.
     pub fn table_speed_up(&self) -> Option<f64> {
-        match self.way.concurrency {
+        match self.mode.concurrency {
             _ if self.is_plain() => Some(1.0),
             1 => self.figures.decode_speed_up,
             _ => self.figures.speed_up,
@@ -305,7 +305,7 @@ pub(crate) fn plain_side<'a>(measured: &Measured, plain: &'a Measured) -> Vec<&'
 
 /// Plain decoding of the same set in the same mode.
 pub(crate) fn plain_of<'a>(results: &'a [Measured], measured: &Measured) -> Option<&'a Measured> {
-    let same = |other: &&Measured| other.set == measured.set && other.way == measured.way;
+    let same = |other: &&Measured| other.set == measured.set && other.mode == measured.mode;
     results.iter().filter(|other| other.is_plain() && !measured.is_plain()).find(same)
 }
 
@@ -315,10 +315,10 @@ impl EvalReport {
         let of_draft = |result: &&Measured| !result.is_plain() && !result.is_auto();
         let drafted = || results.iter().find(|result| !result.is_plain());
         let first = results.iter().find(of_draft).or_else(drafted).or(results.first());
-        let first = first.map(|first| (first.way, first.draft.clone()));
+        let first = first.map(|first| (first.mode, first.draft.clone()));
         let pooled: Vec<&Measured> = results
             .iter()
-            .filter(|result| first.as_ref() == Some(&(result.way, result.draft.clone())))
+            .filter(|result| first.as_ref() == Some(&(result.mode, result.draft.clone())))
             .collect();
         let beside: Vec<(&Measured, Option<&Measured>)> =
             pooled.iter().map(|&one| (one, plain_of(&results, one))).collect();
@@ -337,7 +337,7 @@ impl EvalReport {
             responses: pooled.iter().map(|one| one.responses).sum(),
             skipped: facts.sets.iter().map(|set| set.skipped).sum(),
             tokens: pooled.iter().map(|one| one.tokens).sum(),
-            temperature: first.as_ref().map_or(0.0, |(way, _)| way.temperature),
+            temperature: first.as_ref().map_or(0.0, |(mode, _)| mode.temperature),
             block_size: draft.and_then(|draft| draft.block_size),
             draft_vocabulary: draft.and_then(|draft| draft.vocabulary),
             steps: counts.steps(),
@@ -376,14 +376,14 @@ impl EvalReport {
     }
 
     /// The measured modes, in order.
-    pub(crate) fn ways(&self) -> Vec<Way> {
-        let mut ways: Vec<Way> = Vec::new();
+    pub(crate) fn modes(&self) -> Vec<EvalMode> {
+        let mut modes: Vec<EvalMode> = Vec::new();
         for result in &self.results {
-            if !ways.contains(&result.way) {
-                ways.push(result.way);
+            if !modes.contains(&result.mode) {
+                modes.push(result.mode);
             }
         }
-        ways
+        modes
     }
 
     /// The name of a set in tables.
@@ -419,7 +419,7 @@ fn evaluation(facts: &Facts, results: &[Measured], result: &Measured) -> Option<
         responses: result.responses,
         tokens: result.tokens,
         max_new_tokens: facts.max_new_tokens,
-        way: result.way,
+        mode: result.mode,
         block_size: draft.block_size?,
         device: facts.device.clone(),
         acceptance: (counts.steps() > 0).then(|| counts.figures())?,
@@ -465,11 +465,11 @@ pub(crate) mod tests {
     use super::*;
     use crate::figures::Part;
 
-    pub(crate) const GREEDY: Way =
-        Way { temperature: 0.0, thinking: Thinking::Auto, concurrency: 1 };
+    pub(crate) const GREEDY: EvalMode =
+        EvalMode { temperature: 0.0, thinking: Thinking::Auto, concurrency: 1 };
 
     /// A set answered plainly and by a draft that takes `faster` times less time for its tokens.
-    pub(crate) fn two(set: &str, way: Way, faster: f64) -> Vec<Measured> {
+    pub(crate) fn two(set: &str, mode: EvalMode, faster: f64) -> Vec<Measured> {
         let answer = |row: usize, speed: f64, drafted: bool| Answer {
             row,
             turn: 0,
@@ -482,14 +482,14 @@ pub(crate) mod tests {
         let plain: Vec<Answer> = (0..8).map(|row| answer(row, 1.0, false)).collect();
         let drafted: Vec<Answer> = (0..8).map(|row| answer(row, faster, true)).collect();
         let none = Whole::default();
-        let plain = Measured::new(set, way, NO_DRAFT, plain, none.clone(), None, None);
+        let plain = Measured::new(set, mode, NO_DRAFT, plain, none.clone(), None, None);
         let lossless = Some(Lossless { identical: 8, responses: 8, ..Lossless::new(None) });
-        let drafted = Measured::new(set, way, "run", drafted, none, lossless, Some(&plain));
+        let drafted = Measured::new(set, mode, "run", drafted, none, lossless, Some(&plain));
         vec![plain, drafted]
     }
 
     pub(crate) fn report(faster: f64) -> EvalReport {
-        let sampled = Way { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
+        let sampled = EvalMode { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
         let results = [
             two("gsm8k", GREEDY, faster),
             two("alpaca", GREEDY, faster / 2.0),
@@ -532,13 +532,13 @@ pub(crate) mod tests {
         assert!(lossless.holds && lossless.responses == 16);
         let pooled = report.decode_tokens_per_second.speed_up.unwrap();
         assert!(pooled > 2.0 && pooled < 4.0, "{pooled}");
-        assert_eq!(report.ways().len(), 2);
+        assert_eq!(report.modes().len(), 2);
         report.check().unwrap();
     }
 
     #[test]
     fn the_top_level_speed_up_is_that_of_the_results() {
-        let way = Way { concurrency: 4, ..GREEDY };
+        let mode = EvalMode { concurrency: 4, ..GREEDY };
         let [plain, drafted] = two("s", GREEDY, 4.0).try_into().unwrap();
         let whole = |seconds: f64| Whole {
             seconds: Some(2.0 * seconds),
@@ -546,9 +546,9 @@ pub(crate) mod tests {
             parts: vec![Part { tokens: 44, seconds }; 2],
         };
         // Answers overlap, so that the sum of their seconds is another speed-up.
-        let plain = Measured::new("s", way, NO_DRAFT, plain.answers, whole(30.0), None, None);
+        let plain = Measured::new("s", mode, NO_DRAFT, plain.answers, whole(30.0), None, None);
         let drafted =
-            Measured::new("s", way, "run", drafted.answers, whole(20.0), None, Some(&plain));
+            Measured::new("s", mode, "run", drafted.answers, whole(20.0), None, Some(&plain));
         let own = drafted.figures.clone();
         let facts = Facts { drafts: report(4.0).drafts, ..Facts::default() };
         let report = EvalReport::new(facts, vec![plain, drafted]);
@@ -563,8 +563,8 @@ pub(crate) mod tests {
     fn what_is_published_is_of_one_set_and_way_and_of_drafts_with_weights() {
         let report = report(4.0);
         let kept = &report.evaluations;
-        let names: Vec<_> = kept.iter().map(|it| (it.prompts.to_str().unwrap(), it.way)).collect();
-        let sampled = Way { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
+        let names: Vec<_> = kept.iter().map(|it| (it.prompts.to_str().unwrap(), it.mode)).collect();
+        let sampled = EvalMode { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
         assert_eq!(names, [("GSM8K", GREEDY), ("Alpaca", GREEDY), ("GSM8K", sampled)]);
         assert!(kept.iter().all(|it| it.draft_weights.as_deref() == Some("d1")));
         let figures = &report.results[1].figures;
@@ -605,8 +605,8 @@ pub(crate) mod tests {
         assert!(drafted.noise["acceptance_length"] > 0.01);
         assert!(!plain.noise.contains_key("acceptance_length"));
         let whole = Whole { seconds: Some(3.0), ..Whole::default() };
-        let way = Way { concurrency: 8, ..GREEDY };
-        let many = Measured::new("s", way, "run", drafted.answers, whole, None, None);
+        let mode = EvalMode { concurrency: 8, ..GREEDY };
+        let many = Measured::new("s", mode, "run", drafted.answers, whole, None, None);
         assert!(!many.noise.contains_key("tokens_per_second"), "{:?}", many.noise);
         assert!(many.noise.contains_key("acceptance_length"));
         assert_eq!(many.table_speed_up(), None);
@@ -615,7 +615,7 @@ pub(crate) mod tests {
     #[test]
     fn a_way_has_a_name_in_words() {
         assert_eq!(GREEDY.to_string(), "greedy");
-        let way = Way { temperature: 0.7, thinking: Thinking::Off, concurrency: 8 };
-        assert_eq!(way.to_string(), "temperature 0.7, not thinking, 8 at a time");
+        let mode = EvalMode { temperature: 0.7, thinking: Thinking::Off, concurrency: 8 };
+        assert_eq!(mode.to_string(), "temperature 0.7, not thinking, 8 at a time");
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::baseline::Comparison;
 use crate::report::{EvalReport, Measured};
-use dflash_run::Way;
+use dflash_run::EvalMode;
 
 /// Rows of cells under names of columns. The first columns are text, the rest numbers.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,14 +27,14 @@ impl Table {
 /// The paper's table for each mode: a row per set, speed-up and tau of each draft, plain decoding
 /// as 1.
 pub(crate) fn summary(report: &EvalReport) -> Vec<Table> {
-    report.ways().into_iter().map(|way| summary_of(report, way)).collect()
+    report.modes().into_iter().map(|mode| summary_of(report, mode)).collect()
 }
 
-fn summary_of(report: &EvalReport, way: Way) -> Table {
-    let of_way: Vec<&Measured> = report.results.iter().filter(|one| one.way == way).collect();
+fn summary_of(report: &EvalReport, mode: EvalMode) -> Table {
+    let of_way: Vec<&Measured> = report.results.iter().filter(|one| one.mode == mode).collect();
     let drafts = distinct(of_way.iter().map(|one| one.draft.as_str()));
     let sets = distinct(of_way.iter().map(|one| one.set.as_str()));
-    let mut table = Table::new(format!("Speed-up and tau, {way}"), &["set"], 1);
+    let mut table = Table::new(format!("Speed-up and tau, {mode}"), &["set"], 1);
     for draft in &drafts {
         let plain = of_way.iter().any(|one| one.draft == *draft && one.is_plain());
         table.columns.push(if plain { "baseline".into() } else { format!("{draft} speed-up") });
@@ -105,7 +105,7 @@ pub(crate) fn details(report: &EvalReport) -> Table {
         let milliseconds = figures.median_time_to_first_token_s.map(|seconds| 1e3 * seconds);
         table.rows.push(vec![
             report.title(&one.set).to_owned(),
-            one.way.to_string(),
+            one.mode.to_string(),
             one.draft.clone(),
             one.responses.to_string(),
             one.tokens.to_string(),
@@ -129,7 +129,7 @@ pub(crate) fn slots(report: &EvalReport) -> Table {
     let most = shown().map(|one| one.figures.acceptance_by_slot.len()).max().unwrap_or(1);
     table.columns.extend((1..most).map(|slot| slot.to_string()));
     for one in shown() {
-        let names = [report.title(&one.set).to_owned(), one.way.to_string(), one.draft.clone()];
+        let names = [report.title(&one.set).to_owned(), one.mode.to_string(), one.draft.clone()];
         let share = |slot: usize| {
             let share = one.figures.acceptance_by_slot.get(slot).copied().flatten();
             fixed(share.map(|share| 100.0 * share), 1)
@@ -161,7 +161,7 @@ pub(crate) fn changes(report: &EvalReport, comparison: &Comparison) -> Table {
         };
         table.rows.push(vec![
             report.title(&change.set).to_owned(),
-            change.way.to_string(),
+            change.mode.to_string(),
             draft,
             change.figure.clone(),
             change.verdict().to_owned(),

@@ -59,14 +59,14 @@ impl EvalReport {
         for prompts in self.prompts_facts() {
             writeln!(f, "prompts   {prompts}")?;
         }
-        let ways: Vec<String> = self.ways().iter().map(ToString::to_string).collect();
+        let modes: Vec<String> = self.modes().iter().map(ToString::to_string).collect();
         writeln!(
             f,
             "answers   {} of at most {} tokens, {} in all, {}",
             self.responses,
             self.max_new_tokens,
             self.tokens,
-            ways.join("; ")
+            modes.join("; ")
         )?;
         match self.device.is_empty() {
             true => writeln!(f),

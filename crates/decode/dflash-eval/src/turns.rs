@@ -21,10 +21,10 @@ pub fn parts(rows: usize, concurrency: usize) -> Vec<Range<usize>> {
     (0..parts).map(|part| part * rows / parts..(part + 1) * rows / parts).collect()
 }
 
-/// The order of `ways` in a part: the first `fixed` of them always begin, the others rotate.
-pub fn order(part: usize, ways: usize, fixed: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..ways).collect();
-    let turning = &mut order[fixed.min(ways)..];
+/// The order of `modes` in a part: the first `fixed` of them always begin, the others rotate.
+pub fn order(part: usize, modes: usize, fixed: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..modes).collect();
+    let turning = &mut order[fixed.min(modes)..];
     turning.rotate_left(part % turning.len().max(1));
     order
 }

@@ -100,15 +100,15 @@ fn csv(report: &EvalReport) -> Vec<u8> {
     let header = keys.iter().map(ToString::to_string).chain(figures.clone()).chain(noises);
     writer.write_record(header).expect("memory takes everything");
     for one in &report.results {
-        let thinking = serde_json::to_value(one.way.thinking).unwrap_or(Value::Null);
+        let thinking = serde_json::to_value(one.mode.thinking).unwrap_or(Value::Null);
         let named = one.figures.named();
         let value = |name: &String| named.iter().find(|(known, _)| known == name).map(|one| one.1);
         let cell = |value: Option<f64>| value.map_or_else(String::new, |value| value.to_string());
         let keys = [
             one.set.clone(),
-            one.way.temperature.to_string(),
+            one.mode.temperature.to_string(),
             thinking.as_str().unwrap_or_default().to_owned(),
-            one.way.concurrency.to_string(),
+            one.mode.concurrency.to_string(),
             one.draft.clone(),
             one.responses.to_string(),
             one.failed.to_string(),

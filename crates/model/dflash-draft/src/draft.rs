@@ -1,6 +1,6 @@
 //! The DFlash draft model: Qwen3-style layers whose keys and values also come from the target.
 //!
-//! Dimensions: H hidden, K captured layers, D head dimension. Token embedding and lm_head are the
+//! Dimensions: H hidden, K auxiliary layers, D head dimension. Token embedding and lm_head are the
 //! target's and not part of the draft. All parameters live in one flat buffer; [`DraftLayout`] says
 //! where, and every weight (or gradient) is a view into such a buffer, so that the optimizer, the
 //! collectives and the checkpoint each handle one tensor.
@@ -15,12 +15,12 @@
 //! acceptance after a thousand steps (LOG.md), and this start is better than all of them.
 
 mod decode;
+#[cfg(test)]
+mod fake_cuda;
 mod head;
 mod heads;
 mod layout;
 mod loaded;
-#[cfg(test)]
-mod pretended;
 mod train;
 
 use std::cell::OnceCell;
@@ -32,7 +32,7 @@ use dflash_kernels::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use decode::DecodeWeights;
-pub use decode::{ContextCache, ContextPart, FewRows};
+pub use decode::{ContextCache, ContextPart, PackedDecoder};
 pub use dflash_formats::draft::{BlockShape, DraftConfig, HeadFields, LayerKind, Verifier};
 use dflash_tensor::checkpoint::{Entry, TensorFile, TensorWriter, pieces};
 use dflash_tensor::fused::{HeadOrder, Norm, Projected};
@@ -58,7 +58,7 @@ use crate::rope;
 /// File that holds the weights of a draft checkpoint.
 const WEIGHTS: &str = "model.safetensors";
 
-/// Root mean square of what the noise in a fresh `fc` makes of inputs of size one. The captures'
+/// Root mean square of what the noise in a fresh `fc` makes of inputs of size one. The auxiliary states'
 /// own part is one where they do not correlate, and more where they do.
 const FC_NOISE: f64 = 0.64;
 
@@ -74,7 +74,7 @@ pub struct Draft {
     kernels: Kernels,
     decode: OnceCell<DecodeWeights>,
     /// What few rows go through on a CPU; `None` inside where they do not.
-    few_rows: OnceCell<Option<FewRows>>,
+    packed_decoder: OnceCell<Option<PackedDecoder>>,
 }
 
 impl Draft {
@@ -87,13 +87,13 @@ impl Draft {
         let views = DraftViews::new(&config, &layout, &flat);
         let head = head_config(&config).expect(CHECKED_HEAD).build(&views.head);
         let rotary = rope::of_draft(&config, flat.device());
-        let (kernels, decode, few_rows) = (Kernels::Fast, OnceCell::new(), OnceCell::new());
-        Self { config, layout, flat, views, head, rotary, kernels, decode, few_rows }
+        let (kernels, decode, packed_decoder) = (Kernels::Fast, OnceCell::new(), OnceCell::new());
+        Self { config, layout, flat, views, head, rotary, kernels, decode, packed_decoder }
     }
 
     /// The same draft, computed by `kernels`.
     pub fn with_kernels(self, kernels: Kernels) -> Self {
-        Self { kernels, few_rows: OnceCell::new(), ..self }
+        Self { kernels, packed_decoder: OnceCell::new(), ..self }
     }
 
     /// A draft of float32 zeros, to be filled.
@@ -117,7 +117,7 @@ impl Draft {
             match parameter.fresh {
                 Fresh::Zeros => {}
                 Fresh::Ones => drop(view.fill_(1.0)),
-                Fresh::MeanOfCaptures => view.copy_(&fresh_fc(&normal(&parameter.shape))),
+                Fresh::MeanOfAuxLayers => view.copy_(&fresh_fc(&normal(&parameter.shape))),
                 Fresh::Normal(deviation) => view.copy_(&(normal(&parameter.shape) * deviation)),
             }
         }
@@ -196,7 +196,7 @@ impl Draft {
 
     /// The context that all layers share: `hidden_norm(fc(features))`.
     ///
-    /// `features_tk` [T, K*H], captures concatenated in ascending layer order; result [T, H].
+    /// `features_tk` [T, K*H], auxiliary states concatenated in ascending layer order; result [T, H].
     pub fn context(&self, features_tk: &Tensor) -> Tensor {
         let projected = linear(features_tk, &self.views.fc);
         self.norm(&self.views.hidden_norm).of(&projected)
@@ -319,16 +319,16 @@ fn save_weights(
     writer.finish().map(|_| ())
 }
 
-/// A fresh `fc` [H, K*H] from standard normal numbers of its shape: the captures' sum over sqrt(K),
+/// A fresh `fc` [H, K*H] from standard normal numbers of its shape: the auxiliary states' sum over sqrt(K),
 /// plus noise.
 ///
 /// The context then is the target's residual stream from the first step on, not a random projection
 /// of it; LOG.md has what that gains. The scale is free, because `hidden_norm` follows.
 fn fresh_fc(normal_hk: &Tensor) -> Tensor {
     let (h, width) = (normal_hk.size()[0], normal_hk.size()[1]);
-    let captures = width / h;
+    let aux_layers = width / h;
     let identity = Tensor::eye(h, (normal_hk.kind(), normal_hk.device()));
-    let sum = identity.repeat([1, captures]) / (captures as f64).sqrt();
+    let sum = identity.repeat([1, aux_layers]) / (aux_layers as f64).sqrt();
     sum + normal_hk * (FC_NOISE / (width as f64).sqrt())
 }
 
@@ -396,14 +396,15 @@ mod tests {
     }
 
     #[test]
-    fn a_fresh_fc_passes_the_captures_on() {
+    fn a_fresh_fc_passes_the_aux_states_on() {
         let _draws = seeded(tch::manual_seed);
         let options = (Kind::Float, Device::Cpu);
-        let (h, captures) = (256, 4);
-        let fc = fresh_fc(&Tensor::randn([h, captures * h], options));
-        let features = Tensor::randn([64, captures * h], options);
-        let sum = features.view([-1, captures, h]).sum_dim_intlist([1i64].as_slice(), false, None);
-        let noise = linear(&features, &fc) - sum / (captures as f64).sqrt();
+        let (h, aux_layers) = (256, 4);
+        let fc = fresh_fc(&Tensor::randn([h, aux_layers * h], options));
+        let features = Tensor::randn([64, aux_layers * h], options);
+        let sum =
+            features.view([-1, aux_layers, h]).sum_dim_intlist([1i64].as_slice(), false, None);
+        let noise = linear(&features, &fc) - sum / (aux_layers as f64).sqrt();
         let size = noise.square().mean(None).sqrt().double_value(&[]);
         assert!((size - FC_NOISE).abs() < 0.02, "{size}");
     }

@@ -26,7 +26,7 @@ pub struct RowWork {
     /// Rows of the lm_head that the draft predicts with.
     pub head_rows: f64,
     /// Slots for which the target's logits are computed as well.
-    pub teacher_slots: f64,
+    pub distribution_slots: f64,
 }
 
 /// Floating-point operations of one packed row.
@@ -70,7 +70,7 @@ impl RowWork {
         let q_width = (config.num_attention_heads * config.head_dim) as f64;
         let kv_width = 2.0 * config.kv_width() as f64;
         let layers = config.layers.len() as f64;
-        let fusion = 2.0 * self.context_rows * config.captures() as f64 * h * h;
+        let fusion = 2.0 * self.context_rows * config.aux_layers() as f64 * h * h;
         let slot_projection = 2.0 * self.slots * h * (q_width + kv_width);
         let context_projection = 2.0 * self.context_rows * h * kv_width;
         let output = 2.0 * self.slots * q_width * h;
@@ -86,11 +86,11 @@ impl RowWork {
         // scores and their product with the values
         let attention = 4.0 * q_width * pairs;
         let head = 2.0 * self.active_slots * h * self.head_rows;
-        let teacher = 2.0 * self.teacher_slots * h * self.head_rows;
+        let target_distribution = 2.0 * self.distribution_slots * h * self.head_rows;
         let stack = layers * (slot_projection + context_projection + output + mlp) + attention;
         let own = head_config(config).expect(CHECKED_HEAD).flops(self);
         RowFlops {
-            forward: fusion + stack + head + teacher + own.forward,
+            forward: fusion + stack + head + target_distribution + own.forward,
             backward: fusion + 2.0 * stack - slot_projection + head + own.backward,
         }
     }
@@ -148,8 +148,8 @@ mod tests {
         assert_eq!(backward, 3008);
         let flops = work.flops(&config);
         assert_eq!((flops.forward, flops.backward), (forward as f64, backward as f64));
-        let teacher = RowWork { teacher_slots: 2.0, ..work };
-        assert_eq!(teacher.flops(&config).total(), flops.total() + head as f64);
+        let target_distribution = RowWork { distribution_slots: 2.0, ..work };
+        assert_eq!(target_distribution.flops(&config).total(), flops.total() + head as f64);
     }
 
     #[test]

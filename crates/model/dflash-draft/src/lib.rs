@@ -21,8 +21,8 @@ mod rope;
 pub use dflash_formats::RopeScaling;
 pub use draft::{
     AuxiliaryLoss, BiasViews, BlockShape, Choose, ContextCache, ContextPart, Draft, DraftConfig,
-    DraftLayout, DraftViews, FewRows, Fresh, HEADS, Head, HeadChunk, HeadConfig, HeadFields,
-    HeadKind, HeadStart, HeadViews, Keep, LayerKind, LayerViews, LmHead, LoadedDraft, MetricSums,
-    PackedInput, Parameter, ParameterSpec, ProposalBlock, Role, Saved, Verifier, check_head,
-    fresh_head, loss_of_guesses, plan_blocks, unservable,
+    DraftLayout, DraftViews, Fresh, HEADS, Head, HeadChunk, HeadConfig, HeadFields, HeadKind,
+    HeadStart, HeadViews, Keep, LayerKind, LayerViews, LmHead, LoadedDraft, MetricSums,
+    PackedDecoder, PackedInput, Parameter, ParameterSpec, ProposalBlock, Role, Saved, Verifier,
+    check_head, fresh_head, loss_of_guesses, plan_blocks, unservable,
 };

@@ -55,7 +55,7 @@ pub struct Objective {
 
 /// The target's side of a packed row.
 #[derive(Debug)]
-pub struct Teacher {
+pub struct TargetDistribution {
     /// The target's last hidden states after its final norm, [R, H].
     pub normed_rh: Tensor,
     /// For each supervised slot the row that predicts its token, `[M]` int64.
@@ -96,9 +96,9 @@ pub struct LossOutput {
 
 impl Objective {
     /// Whether the terms or the labels need the target's distribution.
-    pub fn needs_teacher(&self) -> bool {
-        self.labels == LabelSource::TeacherArgmax
-            || self.terms.iter().any(|(term, _)| term.needs_teacher())
+    pub fn needs_target_distribution(&self) -> bool {
+        self.labels == LabelSource::TargetArgmax
+            || self.terms.iter().any(|(term, _)| term.needs_target_distribution())
     }
 
     /// Loss numerator, its gradient and the counts of one packed row.
@@ -106,19 +106,19 @@ impl Objective {
     /// `hidden_nh` [N, H] is the trunk's output after its norm. Call it without autograd.
     ///
     /// # Panics
-    /// When a teacher is needed and absent: a bug of the caller.
+    /// When the target's distribution is needed and absent: a bug of the caller.
     pub fn evaluate(
         &self,
         pass: HeadPass<'_>,
         hidden_nh: &Tensor,
         labels: &BlockLabels,
-        teacher: Option<&Teacher>,
+        target_distribution: Option<&TargetDistribution>,
     ) -> LossOutput {
         let HeadPass { head, lm_head_vh, gradient } = pass;
         let placed = Placed::new(labels, &self.weighting, hidden_nh, head);
         let mut dhidden_nh = hidden_nh.zeros_like();
         let mut tally = statistics::Tally::new(labels, hidden_nh, head);
-        for chunk in labels.chunks(self.chunk_rows(pass, teacher.is_some())) {
+        for chunk in labels.chunks(self.chunk_rows(pass, target_distribution.is_some())) {
             let place = placed.chunk(&chunk);
             let hidden_mh = hidden_nh.index_select(0, &place.slots_m);
             let of_head = HeadChunk {
@@ -132,12 +132,13 @@ impl Objective {
             };
             let base_mv = self.worked_on(hidden_mh.matmul(&lm_head_vh.tr()), head);
             let logits_mv = head.logits(&of_head, base_mv, &mut tally.metrics);
-            let teacher_mv = teacher.map(|teacher| teacher.logits(&chunk));
+            let target_mv =
+                target_distribution.map(|target_distribution| target_distribution.logits(&chunk));
             let metrics = &mut tally.metrics;
-            let own = head.auxiliary_loss(&of_head, &logits_mv, teacher_mv.as_ref(), metrics);
+            let own = head.auxiliary_loss(&of_head, &logits_mv, target_mv.as_ref(), metrics);
             let tokens_m = place.tokens_m.shallow_clone();
             let mut output =
-                self.chunk(element::ChunkInput { logits_mv, teacher_mv, tokens_m }, &place);
+                self.chunk(element::ChunkInput { logits_mv, target_mv, tokens_m }, &place);
             if let Some(own) = &own {
                 output.add(own);
             }
@@ -180,11 +181,11 @@ impl Objective {
         }
     }
 
-    /// Slots of a chunk within the budget; the teacher's logits and the mixtures' temporaries
+    /// Slots of a chunk within the budget; the target's logits and the mixtures' temporaries
     /// count too.
-    fn chunk_rows(&self, pass: HeadPass<'_>, with_teacher: bool) -> usize {
+    fn chunk_rows(&self, pass: HeadPass<'_>, with_distribution: bool) -> usize {
         let head_vh = pass.lm_head_vh;
-        let copies = if with_teacher { 6 } else { 1 };
+        let copies = if with_distribution { 6 } else { 1 };
         let number =
             if self.takes_any_kind(head_vh, pass.head) { head_vh.kind() } else { Kind::Float };
         let row_bytes = head_vh.size()[0] as usize * number.elt_size_in_bytes() * copies;
@@ -192,7 +193,7 @@ impl Objective {
     }
 }
 
-impl Teacher {
+impl TargetDistribution {
     fn logits(&self, chunk: &Range<usize>) -> Tensor {
         let rows = self.rows_m.narrow(0, chunk.start as i64, chunk.len() as i64);
         let normed_mh = self.normed_rh.index_select(0, &rows);

@@ -12,7 +12,7 @@ mod reference;
 use dflash_draft::BlockShape;
 use dflash_draft::objective::{
     BlockLabels, Confidence, Denominator, DraftVocabulary, ElementLoss, HeadPass, LabelSource,
-    LabelledRow, Objective, Teacher, Weighting,
+    LabelledRow, Objective, TargetDistribution, Weighting,
 };
 use dflash_tensor::{Kernels, LogitTransform};
 use dflash_test_support::alone;
@@ -80,15 +80,21 @@ impl World {
     /// Loss, its denominator and the gradient of their quotient [N, H], as the trainer sees them.
     fn evaluate(&self, objective: &Objective, kind: Kind) -> (f64, f64, Vec<f64>) {
         let labels = self.labels();
-        let rows = labels.teacher_rows_on(Device::Cpu);
-        let teacher = objective.needs_teacher().then(|| Teacher {
-            normed_rh: self.normed_th.to_kind(kind),
-            rows_m: rows,
-            head_vh: self.head_vh.to_kind(kind),
-            output: LogitTransform::identity(),
-        });
+        let rows = labels.distribution_rows_on(Device::Cpu);
+        let target_distribution =
+            objective.needs_target_distribution().then(|| TargetDistribution {
+                normed_rh: self.normed_th.to_kind(kind),
+                rows_m: rows,
+                head_vh: self.head_vh.to_kind(kind),
+                output: LogitTransform::identity(),
+            });
         let (hidden, head) = (self.hidden_nh.to_kind(kind), self.head_vh.to_kind(kind));
-        let output = objective.evaluate(HeadPass::plain(&head), &hidden, &labels, teacher.as_ref());
+        let output = objective.evaluate(
+            HeadPass::plain(&head),
+            &hidden,
+            &labels,
+            target_distribution.as_ref(),
+        );
         let epsilon = objective.denominator.epsilon();
         let report = output.statistics.report(epsilon);
         let divisor = report.denominator + epsilon;
@@ -119,7 +125,7 @@ impl World {
                 };
                 let label = self.vocabulary.as_ref().map_or(Some(token as usize), of_draft);
                 if let Some(label) = label {
-                    slots.push(Slot { block, k, label, teacher_row: position - 1 });
+                    slots.push(Slot { block, k, label, distribution_row: position - 1 });
                 }
             }
         }
@@ -164,7 +170,7 @@ fn check(world: &World, objective: &Objective) {
             "{what}: element {index} is {found}, by differences {difference}"
         );
     }
-    for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed] {
+    for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Emulated] {
         let objective = Objective { kernels, ..objective.clone() };
         let (narrow_loss, _, narrow) = world.evaluate(&objective, Kind::Float);
         let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
@@ -208,7 +214,7 @@ fn check_all(terms: &[(ElementLoss, f64)], labels: LabelSource) {
 }
 
 fn check_term(term: ElementLoss) {
-    for labels in [LabelSource::Data, LabelSource::TeacherArgmax] {
+    for labels in [LabelSource::Data, LabelSource::TargetArgmax] {
         check_all(&[(term, 1.0)], labels);
     }
 }
@@ -258,7 +264,7 @@ fn weighted_sums() {
         &[(Jsd, 0.7), (ReverseKl, 0.2), (Lk, 1.5), (CrossEntropy, 0.1)],
     ];
     for terms in sums {
-        for labels in [LabelSource::Data, LabelSource::TeacherArgmax] {
+        for labels in [LabelSource::Data, LabelSource::TargetArgmax] {
             check_all(terms, labels);
         }
     }

@@ -9,7 +9,7 @@ use dflash_tensor::Kernels;
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
-const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed];
+const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Emulated];
 
 const LAYERS: usize = 3;
 const HIDDEN: i64 = 32;
@@ -69,7 +69,7 @@ fn row(draft: &Draft) -> (PackedInput, Tensor, (i64, i64)) {
     let plan = plan_blocks(config, &[0, 20, 40], &anchors, WindowRule::Serving);
     let (context, slots) = (plan.context_rows() as i64, plan.slots() as i64);
     let normal = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind);
-    let features = normal([context, config.captures() * HIDDEN]);
+    let features = normal([context, config.aux_layers() * HIDDEN]);
     let input = draft.prepare(&plan, WindowRule::Serving, features, normal([slots, HIDDEN]));
     (input, normal([slots, HIDDEN]), (context, slots))
 }
@@ -129,7 +129,7 @@ fn a_decoded_block_is_the_one_that_training_saw() {
         for kernels in PATHS {
             let draft = fresh(config.clone()).with_kernels(kernels);
             let normal = |rows| Tensor::randn([rows, HIDDEN], (Kind::Float, Device::Cpu));
-            let features_tk = normal(TOKENS * config.captures()).view([TOKENS, -1]);
+            let features_tk = normal(TOKENS * config.aux_layers()).view([TOKENS, -1]);
             for anchor in [0, 1, 3, 17] {
                 let block_bh = normal(block);
                 let (trained, decoded) = no_grad(|| {
@@ -167,7 +167,7 @@ fn a_block_over_context_of_many_rows_and_few_is_the_portable_one() {
     {
         let flat = fresh(config.clone()).flat().to_kind(kind);
         let normal = |rows| Tensor::randn([rows, HIDDEN], (Kind::Float, Device::Cpu)).to_kind(kind);
-        let features_tk = normal(60 * config.captures()).view([60, -1]);
+        let features_tk = normal(60 * config.aux_layers()).view([60, -1]);
         let block_bh = normal(4);
         let run = |kernels: Kernels| {
             let draft = Draft::new(config.clone(), flat.shallow_clone()).with_kernels(kernels);

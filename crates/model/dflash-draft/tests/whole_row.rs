@@ -1,5 +1,5 @@
 //! A whole packed row at a realistic shape: float32 on all paths (kernels, flash attention, chunks,
-//! threads; libtorch's operations; the kernels for GPUs, rehearsed) gives the loss and every gradient of float64.
+//! threads; libtorch's operations; the kernels for GPUs, emulated) gives the loss and every gradient of float64.
 
 use dflash_draft::attention::WindowRule;
 use dflash_draft::objective::{
@@ -70,7 +70,7 @@ impl Row {
             anchors: (0..TOKENS - 1).filter(|&t| mask[t] && mask[t + 1] && t % 2 == 0).collect(),
             mask,
             features_tk: Tensor::randn(
-                [TOKENS as i64, config.captures() * config.hidden_size],
+                [TOKENS as i64, config.aux_layers() * config.hidden_size],
                 wide,
             ),
             embedding_vh: Tensor::randn([VOCABULARY, config.hidden_size], wide) * 0.1,
@@ -127,7 +127,7 @@ fn float32_gives_the_gradients_of_float64_on_all_paths() {
         };
         for weighting in [Weighting::Decay { gamma: 4.0 }, dpace] {
             let (expected_loss, expected) = row.gradient(&wide, (weighting, Kernels::Fast));
-            for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed] {
+            for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Emulated] {
                 let narrow =
                     Draft::new(config(), wide.flat().to_kind(Kind::Float)).with_kernels(kernels);
                 let (loss, gradient) = row.gradient(&narrow, (weighting, kernels));
@@ -170,7 +170,7 @@ fn bfloat16_by_the_kernels_for_gpus_is_as_near_float64_as_by_libtorchs_operation
             (row.gradient(&draft, (weighting, kernels)), draft)
         };
         let ((expected_loss, expected), draft) = run(half.to_kind(Kind::Double), Kernels::Fast);
-        let errors = [Kernels::Portable, Kernels::Rehearsed].map(|kernels| {
+        let errors = [Kernels::Portable, Kernels::Emulated].map(|kernels| {
             let ((loss, gradient), _) = run(half.shallow_clone(), kernels);
             assert!((loss - expected_loss).abs() < 2e-3 * expected_loss, "{kernels:?}: {loss}");
             let error = |parameter: &dflash_draft::Parameter| {
@@ -180,11 +180,11 @@ fn bfloat16_by_the_kernels_for_gpus_is_as_near_float64_as_by_libtorchs_operation
             };
             draft.layout().parameters().iter().map(error).collect::<Vec<f64>>()
         });
-        let [portable, rehearsed] = errors;
+        let [portable, emulated] = errors;
         let names = draft.layout().parameters().iter().map(|parameter| &parameter.name);
-        for ((name, portable), rehearsed) in names.zip(portable).zip(rehearsed) {
-            println!("{name}: {rehearsed:.2e}, by libtorch's operations {portable:.2e}");
-            assert!(rehearsed < 1.2 * portable + 1e-3, "{name}: {rehearsed:e}, {portable:e}");
+        for ((name, portable), emulated) in names.zip(portable).zip(emulated) {
+            println!("{name}: {emulated:.2e}, by libtorch's operations {portable:.2e}");
+            assert!(emulated < 1.2 * portable + 1e-3, "{name}: {emulated:e}, {portable:e}");
         }
     });
 }

@@ -237,12 +237,12 @@ bool run_layer(const DflashPass& pass, const Sizes& sizes, int64_t number, const
 }
 
 // Copies the residual stream to where the states behind `layers` layers are wanted.
-void capture(const DflashPass& pass, int64_t layers) {
-  const int64_t hidden = pass.shape->hidden, count = pass.capture_count;
+void copy_aux_states(const DflashPass& pass, int64_t layers) {
+  const int64_t hidden = pass.shape->hidden, count = pass.aux_layer_count;
   for (int64_t c = 0; c < count; ++c) {
-    if (pass.capture_ids[c] != layers) continue;
+    if (pass.aux_layer_ids[c] != layers) continue;
     for (int64_t row = 0; row < pass.rows; ++row)
-      std::memcpy(pass.captures + (row * count + c) * hidden, pass.x + row * hidden,
+      std::memcpy(pass.aux_states + (row * count + c) * hidden, pass.x + row * hidden,
                   hidden * sizeof(float));
   }
 }
@@ -255,10 +255,10 @@ void run_pass(const DflashPass& pass, Member member) {
   for (int64_t layer = 0; layer < pass.layer_count; ++layer) {
     const int64_t unread = layer + 1 < pass.layer_count ? 0 : pass.unread;
     // Nobody writes to x before two more barriers.
-    if (member.thread == 0) capture(pass, layer);
+    if (member.thread == 0) copy_aux_states(pass, layer);
     if (!run_layer<Kind>(pass, sizes, layer, scratch, unread, member)) return;
   }
-  if (member.thread == 0) capture(pass, pass.layer_count);
+  if (member.thread == 0) copy_aux_states(pass, pass.layer_count);
   if (member.thread == 0 && pass.final_norm != nullptr)
     for (int64_t row = pass.unread; row < pass.rows; ++row) {
       float* const x = pass.x + row * hidden;

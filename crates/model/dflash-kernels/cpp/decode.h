@@ -69,10 +69,10 @@ struct DflashPass {
   // The residual stream [rows][hidden], in and out.
   float* x;
   // States that are wanted: 0 for the rows as they come, k for the output of layer k; and where they
-  // go [rows][capture_count][hidden].
-  const uint32_t* capture_ids;
-  int64_t capture_count;
-  float* captures;
+  // go [rows][aux_layer_count][hidden].
+  const uint32_t* aux_layer_ids;
+  int64_t aux_layer_count;
+  float* aux_states;
   // Norm of the last layer's output, in place; or null.
   const float* final_norm;
   float* scratch;

@@ -1,15 +1,15 @@
 // Elementwise work of the draft's training pass on a GPU, each in one sweep over memory, in float32 or
 // in bfloat16 with float32 arithmetic. `src/gpu.rs` fills the structs below, field by field.
 //
-// NVRTC compiles this file when a program first needs it, without headers. `cpp/rehearsal.cpp`
+// NVRTC compiles this file when a program first needs it, without headers. `cpp/emulation.cpp`
 // compiles it for the CPU, thread by thread, so that tests run the same lines without a GPU.
 //
 // Sums have one order: a thread adds in the order of its columns, threads are added as a tree, and
 // sums over rows go through one partial sum a block. Nothing is atomic.
 //
 // A kernel's template parameters are the kind in memory and the elements that a thread moves at once.
-#ifdef DFLASH_REHEARSAL
-#include "../cpp/rehearsal.h"
+#ifdef DFLASH_EMULATION
+#include "../cpp/emulation.h"
 #else
 extern __shared__ float dynamic_shared[];
 #endif

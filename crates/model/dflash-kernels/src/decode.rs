@@ -207,8 +207,8 @@ pub struct Sequence<'a> {
 #[derive(Debug, Default)]
 pub struct Outputs<'a> {
     /// States: 0 for the rows as they come, k for what layer k makes of them.
-    pub captures: &'a [u32],
-    /// Where they go [R, captures, H].
+    pub aux_layers: &'a [u32],
+    /// Where they go [R, aux_layers, H].
     pub states: &'a mut [f32],
     /// Norm `[H]` of the last layer's output.
     pub final_norm: Option<&'a [f32]>,
@@ -271,10 +271,10 @@ impl Stack {
         let (shape, hidden) = (self.raw_shape(), self.shape.hidden as usize);
         let mut raw = self.sequences.borrow_mut();
         let rows = self.write_sequences(sequences, &mut raw.0);
-        let Outputs { captures, states, final_norm, unread } = outputs;
+        let Outputs { aux_layers, states, final_norm, unread } = outputs;
         assert_eq!(x.len(), rows as usize * hidden, "the rows of all sequences");
-        assert_eq!(states.len(), x.len() * captures.len(), "room for the states");
-        assert!(captures.iter().all(|&id| id as usize <= self.layers.len()), "{captures:?}");
+        assert_eq!(states.len(), x.len() * aux_layers.len(), "room for the states");
+        assert!(aux_layers.iter().all(|&id| id as usize <= self.layers.len()), "{aux_layers:?}");
         assert!(final_norm.is_none_or(|norm| norm.len() == hidden) && unread < rows as usize);
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
         let mut pass = raw::Pass {
@@ -286,9 +286,9 @@ impl Stack {
             rows,
             unread: unread as i64,
             x: x.as_mut_ptr(),
-            capture_ids: captures.as_ptr(),
-            capture_count: captures.len() as i64,
-            captures: states.as_mut_ptr(),
+            aux_layer_ids: aux_layers.as_ptr(),
+            aux_layer_count: aux_layers.len() as i64,
+            aux_states: states.as_mut_ptr(),
             final_norm: final_norm.map_or(null(), <[f32]>::as_ptr),
             scratch: null_mut(),
         };

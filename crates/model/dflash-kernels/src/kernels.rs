@@ -9,7 +9,7 @@
 
 use std::ptr::null_mut;
 
-use dflash_torch_sys::trace::is_pretended;
+use dflash_torch_sys::trace::is_fake_cuda;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu::{self, Runner};
@@ -125,7 +125,7 @@ pub enum Kernels {
     /// None of them, on any device.
     Portable,
     /// The kernels for GPUs on CPU tensors, thread by thread: slow.
-    Rehearsed,
+    Emulated,
 }
 
 impl Kernels {
@@ -143,10 +143,10 @@ impl Kernels {
             return None;
         }
         match (self, x.device()) {
-            (Self::Fast, Device::Cuda(index)) if is_pretended() || gpu::usable(index) => {
+            (Self::Fast, Device::Cuda(index)) if is_fake_cuda() || gpu::usable(index) => {
                 Some(Runner::Gpu(index))
             }
-            (Self::Rehearsed, Device::Cpu) => Some(Runner::Rehearsal),
+            (Self::Emulated, Device::Cpu) => Some(Runner::Emulation),
             _ => None,
         }
     }

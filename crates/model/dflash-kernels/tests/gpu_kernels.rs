@@ -1,4 +1,4 @@
-//! The kernels for GPUs, rehearsed on the CPU, against their formulas in float64: both kinds, widths
+//! The kernels for GPUs, emulated on the CPU, against their formulas in float64: both kinds, widths
 //! that leave no rest and widths that do, more rows than blocks.
 
 use dflash_kernels::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
@@ -7,7 +7,7 @@ use dflash_test_support::{Rng, alone, random};
 use tch::{Device, IndexOp, Kind, Tensor};
 
 const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];
-const RUNNER: Runner = Runner::Rehearsal;
+const RUNNER: Runner = Runner::Emulation;
 const EPS: f64 = 1e-6;
 
 /// Standard normal numbers that `kind` holds exactly.

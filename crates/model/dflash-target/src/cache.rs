@@ -13,9 +13,9 @@ mod sequences;
 
 use dflash_kernels::decode::{Cache, Stack};
 use dflash_kernels::kernels::Kernels;
+use dflash_tensor::attention_span::{Masks, Place};
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::{Scores, dense, scored_attention};
-use dflash_tensor::reach::{Masks, Place};
 use tch::{Device, Kind, Tensor};
 
 use super::blocks::latent::Latent;
@@ -31,7 +31,7 @@ pub use sequences::SequencePart;
 pub struct KvCache {
     layers: Vec<Held>,
     /// The memory behind `layers` where few rows take the compiled passes.
-    few_rows: Option<Cache>,
+    packed_cache: Option<Cache>,
     tables: Vec<HeadTables>,
     len: i64,
     capacity: i64,
@@ -137,11 +137,11 @@ impl KvCache {
         let empty = |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], options);
         let positions = Tensor::arange(capacity, (Kind::Int64, options.1));
         let tables = body.tables(&positions, options.0);
-        let few_rows = few.map(|stack| {
+        let packed_cache = few.map(|stack| {
             let half = &tables[0].half;
             stack.new_cache((&half.cos_td, &half.sin_td))
         });
-        let layer = |(number, memory): (usize, Memory)| match (memory, &few_rows) {
+        let layer = |(number, memory): (usize, Memory)| match (memory, &packed_cache) {
             (Memory::Keys { .. }, Some(held)) => {
                 let [k_1msd, v_1mse] =
                     [held.keys(number), held.values(number)].map(|x| x.unsqueeze(0));
@@ -162,7 +162,7 @@ impl KvCache {
         let memories = body.layers.iter().map(|layer| layer.memory());
         Self {
             layers: memories.enumerate().map(layer).collect(),
-            few_rows,
+            packed_cache,
             tables,
             len: 0,
             capacity,
@@ -199,7 +199,7 @@ impl KvCache {
     ///
     /// # Panics
     /// When they do not fit.
-    pub fn pretend(&mut self, tokens: usize) {
+    pub fn fill_random(&mut self, tokens: usize) {
         let tokens = tokens as i64;
         assert!(tokens <= self.capacity, "{tokens} tokens exceed {}", self.capacity);
         for held in &self.layers {
@@ -234,9 +234,9 @@ impl KvCache {
     ///
     /// # Panics
     /// When they do not fit.
-    pub(crate) fn few_rows(&self, tokens: i64) -> Option<&Cache> {
+    pub(crate) fn packed_cache(&self, tokens: i64) -> Option<&Cache> {
         self.check_room(tokens);
-        self.few_rows.as_ref()
+        self.packed_cache.as_ref()
     }
 
     /// A caller that grows a sequence past its plan is a bug.
@@ -303,7 +303,7 @@ impl CachedAttention<'_> {
         let (Held::Keys(layer) | Held::Latent(layer)) = &self.cache.layers[place.layer] else {
             panic!("layer {} keeps no keys", place.layer)
         };
-        let first_key = place.reach.first_key(self.cache.len);
+        let first_key = place.attention_span.first_key(self.cache.len);
         let keys = self.cache.len + tokens - first_key;
         let [k, v] =
             [&layer.k_1msd, &layer.v_1mse].map(|x| dense(&x.narrow(2, first_key, keys), kind));
@@ -327,8 +327,8 @@ impl CachedAttention<'_> {
         if tokens == 1 {
             return one_token(q_tnd, kernels, &k, &v, place.scores);
         }
-        let span = Span { start, tokens, first_key, reach: place.reach };
-        let mask = self.masks.of(place.reach, || span.mask(&k));
+        let span = Span { start, tokens, first_key, attention_span: place.attention_span };
+        let mask = self.masks.of(place.attention_span, || span.mask(&k));
         let q = heads_first(q_tnd);
         side_by_side(&scored_attention(&q, &k, &v, Some(&mask), false, place.scores, kernels))
     }
@@ -359,7 +359,7 @@ impl Attend for CachedAttention<'_> {
         let (start, tokens) = (self.cache.len, like.size()[0]);
         let rows = |x: &Tensor| x.squeeze_dim(0).narrow(1, start, tokens).transpose(0, 1);
         // What is packed lies in another order.
-        let fits = self.cache.few_rows.is_none() && layer.k_1msd.kind() == like.kind();
+        let fits = self.cache.packed_cache.is_none() && layer.k_1msd.kind() == like.kind();
         fits.then(|| (rows(&layer.k_1msd), rows(&layer.v_1mse)))
     }
 

@@ -67,7 +67,7 @@ impl Embedding {
     }
 
     /// The same rows for the packed passes.
-    pub(crate) fn for_few_rows(&self) -> decode::Embedding {
+    pub(crate) fn for_packed_decoder(&self) -> decode::Embedding {
         match &self.stored {
             Stored::Table(table_vh) => decode::Embedding::Table(table_vh.shallow_clone()),
             Stored::Shared(matrix) => decode::Embedding::Shared(Arc::clone(matrix)),

@@ -17,7 +17,7 @@ use dflash_formats::fields::Fields;
 use dflash_tensor::{Error, Result};
 use serde::Serialize;
 
-pub use self::draft_shape::{DraftDefaults, DraftHeads};
+pub use self::draft_shape::{DraftAttentionShape, DraftDefaults};
 pub use self::spec::TargetSpec;
 
 use self::architectures::{Architecture, EmbeddingScale, LogitScale};

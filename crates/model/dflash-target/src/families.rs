@@ -20,15 +20,15 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use dflash_formats::fields::Fields;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::ops::Rotary;
-use dflash_tensor::reach::Reach;
 use dflash_tensor::{Error, Result};
 use tch::{Device, Tensor};
 
 pub use self::dense::{DenseConfig, DenseKind};
 use super::config::{Outer, TargetConfig};
-use super::divided::{Divisible, Shard};
 use super::layer::Layer;
+use super::parallel::{Divisible, Shard};
 use super::parameters::Init;
 
 /// All that run; a new one is its module and its line here.
@@ -97,10 +97,10 @@ pub(crate) trait Architecture: Debug + Send + Sync {
     fn pair_flops(&self, number: usize) -> f64;
 
     /// How far back layer `number` sees.
-    fn reach(&self, number: usize) -> Reach;
+    fn attention_span(&self, number: usize) -> AttentionSpan;
 
     /// What ranks divide among themselves.
-    fn divided(&self) -> Vec<Divisible>;
+    fn parallel_sizes(&self) -> Vec<Divisible>;
 
     /// Numbers that a token takes at a layer's widest moment.
     fn widest(&self, config: &TargetConfig) -> f64;
@@ -217,11 +217,11 @@ pub(crate) fn experts_count(text: &Fields, keys: &[&str]) -> Result<i64> {
 }
 
 /// The number of experts of a token, under the first of `keys` that is written.
-pub(crate) fn chosen_count(text: &Fields, keys: &[&str], experts: i64) -> Result<i64> {
-    let chosen = experts_count(text, keys)?;
+pub(crate) fn top_k_count(text: &Fields, keys: &[&str], experts: i64) -> Result<i64> {
+    let top_k = experts_count(text, keys)?;
     let key = keys.iter().find(|key| text.value(key).is_some()).expect("one was read");
     let too_many = || text.refuse(key, "it is more than there are experts");
-    (chosen <= experts).then_some(chosen).ok_or_else(too_many)
+    (top_k <= experts).then_some(top_k).ok_or_else(too_many)
 }
 
 #[cfg(test)]

@@ -3,10 +3,10 @@
 //! A product of [m, k] by [k, n] counts 2mnk. Only what the result needs is counted: attention by
 //! what is visible; norms and other elementwise work count nothing.
 
-use dflash_tensor::reach::Reach;
+use dflash_tensor::attention_span::AttentionSpan;
 
 use crate::TargetConfig;
-use crate::divided::Shard;
+use crate::parallel::Shard;
 
 impl TargetConfig {
     /// Elements of the matrices of the first `layers` layers, and of what their family makes of the
@@ -41,7 +41,7 @@ impl TargetConfig {
             for layer in 0..layers.min(self.num_hidden_layers) {
                 let elements = architecture.layer_elements(self, layer);
                 work.products += 2.0 * length as f64 * elements;
-                let pairs = causal_pairs(length, architecture.reach(layer));
+                let pairs = causal_pairs(length, architecture.attention_span(layer));
                 work.attention += architecture.pair_flops(layer) * pairs;
             }
         }
@@ -59,16 +59,16 @@ pub struct PrefillFlops {
 }
 
 /// Pairs of a token and one that it sees.
-fn causal_pairs(length: usize, reach: Reach) -> f64 {
+fn causal_pairs(length: usize, attention_span: AttentionSpan) -> f64 {
     let all = |length: f64| length * (length + 1.0) / 2.0;
     let length = length as f64;
-    match reach {
-        Reach::All => all(length),
-        Reach::Window(window) => {
+    match attention_span {
+        AttentionSpan::All => all(length),
+        AttentionSpan::Window(window) => {
             let seen = length.min(window as f64);
             all(seen) + (length - seen) * seen
         }
-        Reach::Chunk(chunk) => {
+        AttentionSpan::Chunk(chunk) => {
             let (chunk, whole) = (chunk as f64, (length / chunk as f64).floor());
             whole * all(chunk) + all(length - whole * chunk)
         }
@@ -82,8 +82,13 @@ mod tests {
     #[test]
     fn a_prefill_by_hand() {
         assert_eq!(
-            [(5, Reach::All), (5, Reach::Window(2)), (2, Reach::Window(9)), (5, Reach::Chunk(2))]
-                .map(|(n, reach)| causal_pairs(n, reach)),
+            [
+                (5, AttentionSpan::All),
+                (5, AttentionSpan::Window(2)),
+                (2, AttentionSpan::Window(9)),
+                (5, AttentionSpan::Chunk(2))
+            ]
+            .map(|(n, attention_span)| causal_pairs(n, attention_span)),
             [15.0, 9.0, 3.0, 7.0]
         );
         let config = TargetConfig::qwen3(8, 3, 64);

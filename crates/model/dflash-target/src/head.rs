@@ -15,7 +15,7 @@ pub(crate) use self::tensors::HeadTensors;
 
 /// Embedding, final norm and output projection of a target: all that training a draft needs of it.
 #[derive(Debug)]
-pub struct TargetHead {
+pub struct TargetIo {
     /// Token embedding [V, H], as it is stored: what a draft's slots are filled with, since engines
     /// hand a draft the rows without the target's scale.
     pub embedding_vh: Tensor,
@@ -72,7 +72,7 @@ impl FinalNorm {
     }
 }
 
-impl TargetHead {
+impl TargetIo {
     /// Reads these tensors, and no others, of the model in `dir`, whose family is known.
     ///
     /// # Errors

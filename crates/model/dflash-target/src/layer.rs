@@ -16,9 +16,9 @@ use std::fmt::Debug;
 
 use dflash_kernels::decode::LayerWeights;
 use dflash_kernels::kernels::{self, Kernels};
+use dflash_tensor::attention_span::Place;
 use dflash_tensor::fused::Norm;
 use dflash_tensor::ops::rms_norm;
-use dflash_tensor::reach::Place;
 use tch::{Kind, Tensor};
 
 use super::blocks::latent::Latent;

@@ -21,18 +21,18 @@ pub fn check_layer_ids(ids: &[u32], num_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// The published choice of `captures` layers for a target of `num_layers`: evenly spread from the
-/// second layer to the third from the end; the middle one when there is one capture.
+/// The published choice of `aux_layers` layers for a target of `num_layers`: evenly spread from the
+/// second layer to the third from the end; the middle one when there is one auxiliary layer.
 ///
 /// A target too shallow for distinct ids gets fewer of them.
-pub fn default_layer_ids(num_layers: usize, captures: usize) -> Vec<u32> {
-    if captures == 1 {
+pub fn default_layer_ids(num_layers: usize, aux_layers: usize) -> Vec<u32> {
+    if aux_layers == 1 {
         return vec![num_layers as u32 / 2 + 1];
     }
-    let last = captures.saturating_sub(1) as f64;
+    let last = aux_layers.saturating_sub(1) as f64;
     let span = num_layers as f64 - 4.0;
-    let mut ids: Vec<u32> = (0..captures)
-        .map(|capture| (1.0 + capture as f64 * span / last).round_ties_even())
+    let mut ids: Vec<u32> = (0..aux_layers)
+        .map(|aux_layer| (1.0 + aux_layer as f64 * span / last).round_ties_even())
         .map(|id| (id.max(0.0) as u32 + 1).min(num_layers as u32))
         .collect();
     ids.sort_unstable();
@@ -46,9 +46,9 @@ mod tests {
 
     #[test]
     fn defaults_are_the_published_ones() {
-        let check = |layers, captures, published: &[u32]| {
+        let check = |layers, aux_layers, published: &[u32]| {
             let ours: Vec<u32> = published.iter().map(|id| id + 1).collect();
-            assert_eq!(default_layer_ids(layers, captures), ours, "({layers}, {captures})");
+            assert_eq!(default_layer_ids(layers, aux_layers), ours, "({layers}, {aux_layers})");
         };
         check(36, 5, &[1, 9, 17, 25, 33]);
         check(28, 5, &[1, 7, 13, 19, 25]);
@@ -61,9 +61,9 @@ mod tests {
     #[test]
     fn defaults_of_shallow_targets_are_valid_ids() {
         for layers in 1..12 {
-            for captures in 1..6 {
-                let ids = default_layer_ids(layers, captures);
-                assert!(check_layer_ids(&ids, layers).is_ok(), "({layers}, {captures}): {ids:?}");
+            for aux_layers in 1..6 {
+                let ids = default_layer_ids(layers, aux_layers);
+                assert!(check_layer_ids(&ids, layers).is_ok(), "({layers}, {aux_layers}): {ids:?}");
             }
         }
     }

@@ -1,11 +1,11 @@
 //! Target models: a family's configuration, its layers, and the passes over them.
 //!
 //! Single-device tensor code: nothing here knows a rank, a socket or a command line, also where a
-//! target is divided over several processes ([`divided`]).
+//! target runs in parallel over several processes ([`parallel`]).
 //!
 //! - [`Target`] runs the verifier: hidden states of chosen layers, logits, key/value cache.
 //! - [`Prefill`] computes hidden states of prompts by a target's first layers alone.
-//! - [`TargetHead`] is what training a draft takes of a target of any family, and [`TargetFacts`] is
+//! - [`TargetIo`] is what training a draft takes of a target of any family, and [`TargetFacts`] is
 //!   what it must know of one.
 //!
 //! A family is a file in `families`, made of the parts in `blocks`.
@@ -13,11 +13,9 @@
 mod blocks;
 mod cache;
 mod config;
-pub mod divided;
 mod embedding;
 mod facts;
 mod families;
-mod few_rows;
 mod flops;
 mod head;
 mod heads;
@@ -25,23 +23,27 @@ mod layer;
 mod layer_ids;
 mod mask_token;
 mod packed;
+mod packed_decoder;
 mod packed_weight;
+pub mod parallel;
 mod parameters;
 mod prefill;
 mod rotary;
 mod target;
 
 #[cfg(test)]
-mod pretended;
+mod fake_cuda;
 
 pub use cache::{KvCache, SequencePart};
 pub use config::{Outer, TargetConfig};
-pub use facts::{DraftDefaults, DraftHeads, HeadNumbers, NormKind, TargetFacts, TargetSpec};
+pub use facts::{
+    DraftAttentionShape, DraftDefaults, HeadNumbers, NormKind, TargetFacts, TargetSpec,
+};
 pub use families::{DenseConfig, DenseKind, Family};
-pub use few_rows::{FewRows, PrunedRows};
 pub use flops::PrefillFlops;
-pub use head::TargetHead;
+pub use head::TargetIo;
 pub use layer_ids::{check_layer_ids, default_layer_ids};
 pub use mask_token::{MaskSource, MaskToken, TokenizerFacts, resolve_mask_token};
+pub use packed_decoder::{PackedDecoder, PrunedRows};
 pub use prefill::{PackedPrompts, Prefill, PrefillOptions, TokenBudget};
 pub use target::{CachedOutput, Target, TargetOptions};

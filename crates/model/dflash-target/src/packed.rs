@@ -1,9 +1,9 @@
 //! Attention of a packed row: every document sees itself only, and no padding exists.
 
 use dflash_kernels::kernels::Kernels;
+use dflash_tensor::attention_span::{AttentionSpan, Place, causal_mask};
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::scored_attention;
-use dflash_tensor::reach::{Place, Reach, causal_mask};
 use tch::{Kind, Tensor};
 
 use super::blocks::latent::Latent;
@@ -92,16 +92,16 @@ impl Projected {
 /// Causal attention of one document over itself [T, N*E].
 pub(crate) fn causal(document: &Projected, place: Place<'_>) -> Tensor {
     let tokens = document.q_tnd.size()[0];
-    let Place { reach, scores, .. } = place;
+    let Place { attention_span, scores, .. } = place;
     if let Some(([q, k, v], window)) = document.flash().zip(flash::window(place)) {
         let sequence = flash::one(tokens, tokens, window, q.device());
         return flash::attend(q, k, v, &sequence, scores.scale).flatten(1, 2);
     }
     let [q, k, v] = [&document.q_tnd, &document.k_tmd, &document.v_tme].map(heads_first);
-    let out = if reach.is_all_of(tokens) {
+    let out = if attention_span.is_all_of(tokens) {
         scored_attention(&q, &k, &v, None, true, scores, document.kernels)
     } else {
-        let mask = Span { start: 0, tokens, first_key: 0, reach }.mask(&q);
+        let mask = Span { start: 0, tokens, first_key: 0, attention_span }.mask(&q);
         scored_attention(&q, &k, &v, Some(&mask), false, scores, document.kernels)
     };
     side_by_side(&out)
@@ -128,7 +128,7 @@ pub(crate) struct Span {
     /// Position of the first key.
     pub(crate) first_key: i64,
     /// How far back a query sees.
-    pub(crate) reach: Reach,
+    pub(crate) attention_span: AttentionSpan,
 }
 
 impl Span {
@@ -138,7 +138,7 @@ impl Span {
         let end = self.start + self.tokens;
         let query = Tensor::arange_start(self.start, end, options);
         let key = Tensor::arange_start(self.first_key, end, options);
-        causal_mask(&query, &key, self.reach, like.kind())
+        causal_mask(&query, &key, self.attention_span, like.kind())
     }
 }
 
@@ -151,12 +151,12 @@ mod tests {
     #[test]
     fn the_mask_hides_the_future_and_what_left_the_window() {
         let like = Tensor::zeros([1], (Kind::Float, Device::Cpu));
-        let visible = |reach| {
-            let span = Span { start: 3, tokens: 2, first_key: 1, reach };
+        let visible = |attention_span| {
+            let span = Span { start: 3, tokens: 2, first_key: 1, attention_span };
             Vec::<Vec<f32>>::try_from(span.mask(&like).exp()).unwrap()
         };
-        assert_eq!(visible(Reach::All), [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]);
-        assert_eq!(visible(Reach::Window(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]);
-        assert_eq!(visible(Reach::Chunk(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]);
+        assert_eq!(visible(AttentionSpan::All), [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]);
+        assert_eq!(visible(AttentionSpan::Window(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]);
+        assert_eq!(visible(AttentionSpan::Chunk(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]);
     }
 }

@@ -14,9 +14,9 @@ use dflash_tensor::{Result, Weights};
 use tch::{Device, Kind, Tensor};
 
 use super::config::{INITIALIZER_RANGE, TargetConfig};
-use super::divided::Shard;
 use super::layer::RmsNorm;
 use super::packed_weight::{PackedWeight, Packing};
+use super::parallel::Shard;
 
 /// Source of every parameter of one target.
 #[derive(Debug)]
@@ -327,7 +327,7 @@ impl Linear {
 
     /// Whether other ranks have the products with the rest of the inputs.
     fn is_summed(&self) -> bool {
-        self.split == Split::Inputs && self.shard.is_divided()
+        self.split == Split::Inputs && self.shard.is_parallel()
     }
 
     /// The weight and its bias.

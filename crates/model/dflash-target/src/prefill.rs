@@ -15,8 +15,8 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::TargetConfig;
-use super::divided::Shard;
 use super::embedding::Embedding;
+use super::parallel::Shard;
 use super::parameters::Init;
 use super::target::{Body, Stack, is_of_part};
 
@@ -154,7 +154,7 @@ impl Prefill {
     /// libtorch does not take the target's kind of products.
     ///
     /// # Panics
-    /// When an id is beyond the loaded layers; for want of memory.
+    /// When an id is beyond the loaded layers; for lack of memory.
     pub fn states(&self, prompts: &PackedPrompts, layer_ids: &[u32]) -> Result<Vec<Tensor>> {
         let states = self.states_unless(&AtomicBool::new(false), prompts, layer_ids)?;
         Ok(states.expect("nobody stops it"))

@@ -20,16 +20,16 @@ use dflash_tensor::{Result, Weights};
 use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::cache::CachedAttention;
-use crate::divided::Shard;
 use crate::embedding::Embedding;
 use crate::families::Prepare;
 use crate::head::FINAL_NORM;
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
 use crate::packed::PackedAttention;
 use crate::packed_weight::{PackedWeight, Packing};
+use crate::parallel::Shard;
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::rotary::HeadTables;
-use crate::{FewRows, KvCache, TargetConfig};
+use crate::{KvCache, PackedDecoder, TargetConfig};
 
 /// Where and in what precision a target runs.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +50,7 @@ pub struct Target {
     pub(crate) lm_head: LmHead,
     pub(crate) kernels: Kernels,
     /// What few rows go through on a CPU; `None` inside where they do not.
-    pub(crate) few_rows: OnceCell<Option<FewRows>>,
+    pub(crate) packed_decoder: OnceCell<Option<PackedDecoder>>,
 }
 
 /// The output projection.
@@ -68,8 +68,8 @@ pub(crate) enum LmHead {
 pub struct CachedOutput {
     /// Residual stream of the new tokens before the final norm [T, H].
     pub hidden_td: Tensor,
-    /// The captured states, one [T, H] for each id asked for, in the order asked.
-    pub captures: Vec<Tensor>,
+    /// The auxiliary hidden states, one [T, H] for each id asked for, in the order asked.
+    pub aux_states: Vec<Tensor>,
 }
 
 /// A tied lm_head up to this many elements is also kept transposed: few-row products with it take
@@ -133,8 +133,8 @@ impl Target {
         let body = Body::build(&config, 0..config.num_hidden_layers, init)?;
         let norm = init.rms_norm(&init.path(FINAL_NORM), hidden, &config)?;
         let kernels = Kernels::Fast;
-        let few_rows = OnceCell::new();
-        Ok(Self { config, embedding, body, norm, lm_head, kernels, few_rows })
+        let packed_decoder = OnceCell::new();
+        Ok(Self { config, embedding, body, norm, lm_head, kernels, packed_decoder })
     }
 
     /// The embedding: of a packed target the output projection, where they are tied.
@@ -166,7 +166,7 @@ impl Target {
             }
             self.transpose_tied_head();
         }
-        self.few_rows = OnceCell::new();
+        self.packed_decoder = OnceCell::new();
         self.norm.kernels = kernels;
         self.body.layers.iter_mut().for_each(|layer| layer.set_kernels(kernels));
         self
@@ -276,7 +276,7 @@ impl Target {
         self.config.outer.capped(normed_td.mm(&f32(&self.lm_head_columns(ids_v))))
     }
 
-    /// Hidden states of packed documents: one [T, H] for each id of `captures`, in its order.
+    /// Hidden states of packed documents: one [T, H] for each id of `aux_layers`, in its order.
     ///
     /// `ids_t` `[T]`; `document_starts` holds the first token of each document and, last, T. A
     /// document attends to itself only and counts its positions from 0. Layers beyond the highest
@@ -288,9 +288,9 @@ impl Target {
         &self,
         ids_t: &Tensor,
         document_starts: &[i64],
-        captures: &[u32],
+        aux_layers: &[u32],
     ) -> Vec<Tensor> {
-        self.stack().packed_states(ids_t, document_starts, captures)
+        self.stack().packed_states(ids_t, document_starts, aux_layers)
     }
 
     pub(crate) fn stack(&self) -> Stack<'_> {
@@ -312,32 +312,33 @@ impl Target {
 
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
-        let few = self.few_rows().map(FewRows::stack);
+        let few = self.packed_decoder().map(PackedDecoder::stack);
         KvCache::new(&self.body, (self.dtype(), self.device()), few, max_tokens)
     }
 
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
     ///
     /// # Panics
-    /// When the cache is too small, or an id of `captures` exceeds the number of layers.
+    /// When the cache is too small, or an id of `aux_layers` exceeds the number of layers.
     pub fn forward_cached(
         &self,
         ids_t: &Tensor,
         cache: &mut KvCache,
-        captures: &[u32],
+        aux_layers: &[u32],
     ) -> CachedOutput {
         let tokens = ids_t.size()[0];
         no_grad(|| {
-            let few =
-                self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
+            let few = self
+                .packed_decoder()
+                .filter(|few| few.takes(tokens) && cache.packed_cache(tokens).is_some());
             if let Some(few) = few {
-                return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], captures);
+                return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], aux_layers);
             }
             let mut attention = CachedAttention::new(cache, tokens);
             let tables = attention.tables(tokens);
             let positions_t = attention.positions(tokens, self.device());
             let pass = Pass::new(&tables, &positions_t, &mut attention);
-            let output = self.run(ids_t, pass, captures, self.num_layers());
+            let output = self.run(ids_t, pass, aux_layers, self.num_layers());
             cache.advance(tokens);
             output
         })
@@ -347,10 +348,10 @@ impl Target {
         &self,
         ids_t: &Tensor,
         pass: Pass<'_>,
-        captures: &[u32],
+        aux_layers: &[u32],
         until: usize,
     ) -> CachedOutput {
-        self.stack().run(ids_t, pass, captures, until)
+        self.stack().run(ids_t, pass, aux_layers, until)
     }
 
     /// Every trainable tensor with its name; q/k/v and gate/up are fused, as they are computed.
@@ -435,15 +436,15 @@ impl Stack<'_> {
         self,
         ids_t: &Tensor,
         document_starts: &[i64],
-        captures: &[u32],
+        aux_layers: &[u32],
     ) -> Vec<Tensor> {
         let positions = document_positions(document_starts, self.embedding.device());
         let tables = self.body.tables(&positions, self.embedding.kind());
         let tables = of_documents(tables, document_starts);
-        let until = captures.iter().copied().max().unwrap_or(0) as usize;
+        let until = aux_layers.iter().copied().max().unwrap_or(0) as usize;
         let mut attention = PackedAttention::new(document_starts);
         let pass = Pass::new(&tables, &positions, &mut attention);
-        self.run(ids_t, pass, captures, until).captures
+        self.run(ids_t, pass, aux_layers, until).aux_states
     }
 
     /// The state of layer id 0 [T, H].
@@ -460,10 +461,10 @@ impl Stack<'_> {
         self,
         ids_t: &Tensor,
         mut pass: Pass<'_>,
-        captures: &[u32],
+        aux_layers: &[u32],
         until: usize,
     ) -> CachedOutput {
-        let wanted = |id: usize| captures.iter().any(|&capture| capture as usize == id);
+        let wanted = |id: usize| aux_layers.iter().any(|&aux_layer| aux_layer as usize == id);
         let mut x_th = self.embed(ids_t);
         pass.prepared = self.body.prepare.as_ref().map(|prepare| prepare.of(ids_t, &x_th));
         let mut states = vec![wanted(0).then(|| x_th.shallow_clone())];
@@ -474,9 +475,8 @@ impl Stack<'_> {
             }
             states.push(wanted(states.len()).then(|| x_th.shallow_clone()));
         }
-        let state =
-            |&id: &u32| states[id as usize].as_ref().expect("captured above").shallow_clone();
-        CachedOutput { captures: captures.iter().map(state).collect(), hidden_td: x_th }
+        let state = |&id: &u32| states[id as usize].as_ref().expect("kept above").shallow_clone();
+        CachedOutput { aux_states: aux_layers.iter().map(state).collect(), hidden_td: x_th }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use dflash_golden::entries;
 use dflash_settings::Dtype;
-use dflash_target::divided::{Grid, Part};
+use dflash_target::parallel::{Grid, Part};
 use dflash_target::{Prefill, PrefillOptions, Target, TargetConfig, TargetOptions};
 use dflash_tensor::{Loading, on_loading};
 use tch::{Device, Kind};

@@ -17,7 +17,7 @@ fn main() {
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed];
+const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Emulated];
 
 fn on_all_paths(kind: &str, entry: &Entry, check: fn(&Path, Kernels)) -> Vec<Trial> {
     let trial = |kernels| {

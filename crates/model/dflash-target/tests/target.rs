@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dflash_target::{
-    DenseKind, SequencePart, Target, TargetConfig, TargetFacts, TargetHead, TargetOptions,
+    DenseKind, SequencePart, Target, TargetConfig, TargetFacts, TargetIo, TargetOptions,
 };
 use dflash_tensor::Kernels;
 use dflash_tensor::checkpoint::{TensorFile, write_safetensors};
@@ -105,8 +105,8 @@ fn check_chunks(target: &Target, ids: &Tensor, chunks: &[i64], whole: &[Tensor])
         let output = target.forward_cached(&ids.narrow(0, start, chunk), &mut cache, &[0, 2]);
         let expected = |state: usize| whole[state].narrow(0, start, chunk);
         let what = format!("{:?} from {start}", target.config().family);
-        assert_close(&output.captures[0], &expected(0), &what);
-        assert_close(&output.captures[1], &expected(1), &what);
+        assert_close(&output.aux_states[0], &expected(0), &what);
+        assert_close(&output.aux_states[1], &expected(1), &what);
         assert_close(&output.hidden_td, &expected(2), &what);
         start += chunk;
     }
@@ -128,9 +128,9 @@ fn few_rows_and_many_share_a_cache() {
                 let output = target.forward_cached(&ids, &mut cache, &[2, 0, 2]);
                 let what = format!("{:?} from {start}", target.config().family);
                 let expected = |state: usize| whole[state].narrow(0, start, chunk);
-                assert_close(&output.captures[0], &expected(1), &what);
-                assert_close(&output.captures[1], &expected(0), &what);
-                assert_eq!(output.captures[2], output.captures[0], "{what}");
+                assert_close(&output.aux_states[0], &expected(1), &what);
+                assert_close(&output.aux_states[1], &expected(0), &what);
+                assert_eq!(output.aux_states[2], output.aux_states[0], "{what}");
                 assert_close(&output.hidden_td, &expected(2), &what);
                 start += chunk;
             }
@@ -213,7 +213,7 @@ fn sequences_that_share_a_pass_have_the_bits_of_each_alone() {
             let own = |x: &Tensor| x.narrow(0, start, tokens);
             let float = |x: &Tensor| x.to_kind(Kind::Float);
             assert_eq!(own(&both.hidden_td), float(&alone.hidden_td), "{dtype:?} from {start}");
-            for (both, alone) in both.captures.iter().zip(&alone.captures) {
+            for (both, alone) in both.aux_states.iter().zip(&alone.aux_states) {
                 assert_eq!(own(both), float(alone), "{dtype:?} from {start}");
             }
             start += tokens;
@@ -246,15 +246,15 @@ fn the_most_likely_token_is_the_first_of_the_largest_logits() {
 }
 
 #[test]
-fn captures_come_in_the_order_asked_and_layers_above_them_do_not_matter() {
+fn aux_states_come_in_the_order_asked_and_layers_above_them_do_not_matter() {
     let target = small_target(small_config());
     let ids = random_ids(12, 7);
     let all = target.forward_packed(&ids, &[0, 12], &[0, 1, 2, 3]);
     for asked in [vec![1], vec![2, 0], vec![3, 1, 1], vec![0]] {
-        let captures = target.forward_packed(&ids, &[0, 12], &asked);
-        assert_eq!(captures.len(), asked.len());
-        for (id, capture) in asked.iter().zip(captures) {
-            assert_eq!(capture, all[*id as usize], "{asked:?}");
+        let aux_states = target.forward_packed(&ids, &[0, 12], &asked);
+        assert_eq!(aux_states.len(), asked.len());
+        for (id, aux_state) in asked.iter().zip(aux_states) {
+            assert_eq!(aux_state, all[*id as usize], "{asked:?}");
         }
     }
     assert_eq!(all[0], target.embed(&ids));
@@ -316,7 +316,7 @@ fn saved_in_bf16_or_untied_it_loads_the_same() {
         let state = no_grad(|| loaded.forward_packed(&ids, &[0, 9], &[3])[0].get(8));
         let state = Vec::<f32>::try_from(state).unwrap();
         let facts = TargetFacts::load(dir.path(), None).unwrap();
-        let few = TargetHead::logits_of(dir.path(), &facts, &state, false, &[7, 0, 49]).unwrap();
+        let few = TargetIo::logits_of(dir.path(), &facts, &state, false, &[7, 0, 49]).unwrap();
         let expected = run(&loaded).get(8).index_select(0, &Tensor::from_slice(&[7i64, 0, 49]));
         assert_close(&Tensor::from_slice(&few), &expected, "logits of a few tokens");
     }
@@ -416,7 +416,7 @@ fn in_bf16_it_runs_to_bf16s_precision() {
         let mut cache = target.new_cache(14);
         target.forward_cached(&ids.narrow(0, 0, 9), &mut cache, &[]);
         let output = target.forward_cached(&ids.narrow(0, 9, 5), &mut cache, &[3]);
-        target.logits(&output.captures[0]).to_kind(Kind::Float)
+        target.logits(&output.aux_states[0]).to_kind(Kind::Float)
     };
     let error = relative_error(&run(Kind::BFloat16), &run(Kind::Float));
     // Eight bits of mantissa through three layers.
@@ -430,7 +430,7 @@ fn the_head_alone_is_the_targets() {
         let config = TargetConfig { tie_word_embeddings: tied, ..small_config() };
         let target = small_target(config);
         target.save(dir.path(), Kind::Float).unwrap();
-        let head = TargetHead::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
+        let head = TargetIo::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
         let ids = random_ids(10, 2);
         assert_eq!(head.embed(&ids), target.embed(&ids));
         let hidden = target.forward_packed(&ids, &[0, 10], &[3]).remove(0);

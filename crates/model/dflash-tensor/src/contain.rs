@@ -31,13 +31,13 @@ const SIGNS: [&str; 9] = [
 ];
 
 /// Whether a message tells of memory that could not be had.
-pub fn is_want_of_memory(message: &str) -> bool {
+pub fn is_oom(message: &str) -> bool {
     SIGNS.iter().any(|sign| message.contains(sign))
 }
 
 /// The allocator's message in what a panic says; `None` where it tells of something else.
-pub fn want_of_memory_in(panic: &str) -> Option<String> {
-    is_want_of_memory(panic).then(|| first_line(panic))
+pub fn catch_oom_in(panic: &str) -> Option<String> {
+    is_oom(panic).then(|| first_line(panic))
 }
 
 /// Runs `work`; a panic because memory ran out becomes its message. Calls may be nested.
@@ -46,7 +46,7 @@ pub fn want_of_memory_in(panic: &str) -> Option<String> {
 ///
 /// # Errors
 /// The allocator's message.
-pub fn want_of_memory<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub fn catch_oom<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     static HOOKED: Once = Once::new();
     HOOKED.call_once(pass_over_contained);
     let outer = CONTAINED.replace(true);
@@ -55,7 +55,7 @@ pub fn want_of_memory<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     outcome.or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-        match text.and_then(want_of_memory_in) {
+        match text.and_then(catch_oom_in) {
             Some(message) => Err(message),
             None => resume_unwind(panic),
         }
@@ -73,7 +73,7 @@ fn pass_over_contained() {
 }
 
 fn is_contained(info: &PanicHookInfo<'_>) -> bool {
-    info.payload_as_str().is_some_and(is_want_of_memory)
+    info.payload_as_str().is_some_and(is_oom)
 }
 
 /// libtorch's message without the C++ frames behind it and without what the bindings put around it.
@@ -95,8 +95,8 @@ mod tests {
         let seen = std::sync::Arc::clone(&called);
         // A hook that ends a program would be called here.
         let outcome = std::thread::spawn(move || {
-            want_of_memory::<()>(|| {
-                let inner = want_of_memory(|| -> u8 { panic!("std::bad_alloc (part of a test)") });
+            catch_oom::<()>(|| {
+                let inner = catch_oom(|| -> u8 { panic!("std::bad_alloc (part of a test)") });
                 assert!(inner.is_err());
                 seen.store(CONTAINED.get(), std::sync::atomic::Ordering::Relaxed);
                 panic!("out of memory, a second time (part of a test)")
@@ -108,9 +108,9 @@ mod tests {
     }
 
     #[test]
-    fn only_want_of_memory_is_contained() {
+    fn only_oom_is_contained() {
         let check = |panic: &str, expect: &str| {
-            assert_eq!(want_of_memory(|| -> u8 { panic!("{panic}") }).unwrap_err(), expect);
+            assert_eq!(catch_oom(|| -> u8 { panic!("{panic}") }).unwrap_err(), expect);
         };
         let unwrap = "called `Result::unwrap()` on an `Err` value: Torch(\"can't allocate memory: \
                       you tried to allocate 9 bytes.\\nException raised from\")";
@@ -129,8 +129,8 @@ mod tests {
         let cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`";
         check(cublas, cublas);
         check("DriverError(CUDA_ERROR_OUT_OF_MEMORY)", "DriverError(CUDA_ERROR_OUT_OF_MEMORY)");
-        assert_eq!(want_of_memory(|| 5), Ok(5));
-        let bug = catch_unwind(|| want_of_memory(|| -> u8 { panic!("a bug (part of a test)") }));
+        assert_eq!(catch_oom(|| 5), Ok(5));
+        let bug = catch_unwind(|| catch_oom(|| -> u8 { panic!("a bug (part of a test)") }));
         assert!(bug.is_err());
         let again = catch_unwind(|| panic!("out of memory, outside (part of a test)"));
         assert!(again.is_err());

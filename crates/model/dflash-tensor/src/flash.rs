@@ -9,7 +9,7 @@
 use dflash_torch_sys::flash::{Sequences, Window, flash_forward, takes_flash};
 use tch::{Device, Tensor};
 
-use crate::reach::{Place, Reach};
+use crate::attention_span::{AttentionSpan, Place};
 use crate::upload;
 
 /// Whether the kernels take such queries over such keys and values.
@@ -28,10 +28,10 @@ pub fn window(place: Place<'_>) -> Option<Window> {
     if place.scores.softcap.is_some() || place.scores.sinks_nr.is_some() {
         return None;
     }
-    match place.reach {
-        Reach::All => Some(Window { left: None, right: Some(0) }),
-        Reach::Window(window) => Some(Window { left: Some(window - 1), right: Some(0) }),
-        Reach::Chunk(_) => None,
+    match place.attention_span {
+        AttentionSpan::All => Some(Window { left: None, right: Some(0) }),
+        AttentionSpan::Window(window) => Some(Window { left: Some(window - 1), right: Some(0) }),
+        AttentionSpan::Chunk(_) => None,
     }
 }
 

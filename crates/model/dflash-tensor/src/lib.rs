@@ -2,14 +2,15 @@
 //!
 //! Single-device tensor code: nothing here knows a rank, a socket or a command line. Tensors carry
 //! a lower-case shape suffix: `t` context tokens, `n` slots (anchors times block size), `a`
-//! anchors, `b` slots of a block, `h` hidden, `k` captured layers, `d` head dimension, `v`
+//! anchors, `b` slots of a block, `h` hidden, `k` auxiliary layers, `d` head dimension, `v`
 //! vocabulary.
 //!
 //! - [`checkpoint`] reads and writes safetensors, [`weights`] a directory of them.
 //! - [`ops`] are the elementwise steps and attention out of libtorch's operations; [`fused`] and
 //!   [`flash`] are the same by our kernels and by libtorch's flash kernels.
-//! - [`rope`] reads rotary embeddings from configurations, [`reach`] says how far back tokens see.
+//! - [`rope`] reads rotary embeddings from configurations, [`attention_span`] says how far back tokens see.
 
+pub mod attention_span;
 pub mod checkpoint;
 mod contain;
 mod error;
@@ -19,11 +20,10 @@ mod loading;
 mod logits;
 pub mod ops;
 mod placement;
-pub mod reach;
 pub mod rope;
 pub mod weights;
 
-pub use contain::{is_want_of_memory, want_of_memory, want_of_memory_in};
+pub use contain::{catch_oom, catch_oom_in, is_oom};
 pub use dflash_kernels::kernels::Kernels;
 pub use error::{Error, Result};
 pub use loading::{Loading, on_loading};

@@ -135,9 +135,9 @@ pub fn upload<T: Element>(values: &[T], device: Device) -> Tensor {
     let host = Tensor::from_slice(values);
     let Device::Cuda(_) = device else { return host.to_device(device) };
     let kind = host.kind();
-    // A pretended GPU takes any memory for pinned. Else libtorch keeps pinned memory that is dropped
+    // A fake CUDA device takes any memory for pinned. Else libtorch keeps pinned memory that is dropped
     // until the copies from it are done.
-    let host = if trace::is_pretended() { host } else { host.internal_pin_memory(device) };
+    let host = if trace::is_fake_cuda() { host } else { host.internal_pin_memory(device) };
     host.to_device_(device, kind, true, false)
 }
 

@@ -115,7 +115,7 @@ pub fn takes_flash(index: usize, kind: Kind, head_dim: i64) -> Result<bool, Erro
     let fits = matches!(kind, Kind::Half | Kind::BFloat16)
         && head_dim % 8 == 0
         && head_dim <= MOST_HEAD_DIM;
-    if !fits || trace::is_pretended() {
+    if !fits || trace::is_fake_cuda() {
         return Ok(fits);
     }
     // Asked in every layer of a pass, and the answer stays the same.

@@ -53,8 +53,8 @@ impl Begun {
     /// The device has failed.
     pub fn on(device: Device) -> Result<Self, Error> {
         match device {
-            // A pretended one has no clock.
-            Device::Cuda(index) if !trace::is_pretended() => {
+            // A fake one has no clock.
+            Device::Cuda(index) if !trace::is_fake_cuda() => {
                 let mut raw = std::ptr::null_mut();
                 // SAFETY: the out pointer is a local.
                 ffi::checked("time a GPU", unsafe {

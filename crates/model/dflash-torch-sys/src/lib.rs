@@ -15,6 +15,7 @@
 
 mod cuda;
 mod error;
+mod fake_cuda;
 pub mod ffi;
 pub mod flash;
 mod group;
@@ -23,7 +24,6 @@ mod level;
 pub mod mapped;
 mod nccl;
 mod precision;
-mod pretend;
 pub mod staging;
 mod store;
 mod timed;

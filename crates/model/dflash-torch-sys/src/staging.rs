@@ -50,7 +50,7 @@ pub struct HostBuffer {
 }
 
 /// A buffer that was given to [`Upload::ship`], with the copy that it came to.
-pub struct Shipment {
+pub struct StagedCopy {
     copying: Option<Box<dyn Copying>>,
     /// `[bytes]`, uint8, where it is computed on.
     copied: Tensor,
@@ -92,7 +92,7 @@ pub trait Upload: Send {
     ///
     /// # Errors
     /// No memory on the device, or it has failed.
-    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<Shipment, Error>;
+    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<StagedCopy, Error>;
 }
 
 /// Brings results to buffers.
@@ -118,7 +118,7 @@ pub trait Download: Send {
 pub fn upload_to(device: Device) -> Result<Box<dyn Upload>, Error> {
     Ok(match device {
         // It has no streams.
-        Device::Cuda(_) if trace::is_pretended() => Box::new(Plain(device)),
+        Device::Cuda(_) if trace::is_fake_cuda() => Box::new(Plain(device)),
         Device::Cuda(index) => Box::new(CopyStream::new(index)?),
         _ => Box::new(Plain(device)),
     })
@@ -188,7 +188,7 @@ impl HostBuffer {
     }
 }
 
-impl Shipment {
+impl StagedCopy {
     /// Wraps a pending copy into `copied`, uint8; without `copying` it is complete.
     pub fn new(buffer: HostBuffer, copied: Tensor, copying: Option<Box<dyn Copying>>) -> Self {
         Self { copying, copied, buffer }
@@ -218,9 +218,9 @@ impl Shipment {
     }
 }
 
-impl fmt::Debug for Shipment {
+impl fmt::Debug for StagedCopy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shipment").field("copied", &self.copied).finish_non_exhaustive()
+        f.debug_struct("StagedCopy").field("copied", &self.copied).finish_non_exhaustive()
     }
 }
 
@@ -256,9 +256,9 @@ impl Upload for Plain {
         HostBuffer::new(bytes + bytes / 8)
     }
 
-    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<Shipment, Error> {
+    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<StagedCopy, Error> {
         let copied = buffer.tensor(bytes).to_device(self.0);
-        Ok(Shipment::new(buffer, copied, None))
+        Ok(StagedCopy::new(buffer, copied, None))
     }
 }
 
@@ -299,7 +299,7 @@ impl Upload for CopyStream {
         HostBuffer::pinned(bytes)
     }
 
-    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<Shipment, Error> {
+    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<StagedCopy, Error> {
         let host = buffer.tensor(bytes);
         let (mut device, mut copied) = (null_mut(), null_mut());
         // SAFETY: live objects; the out pointers are locals. libtorch's allocator keeps page-locked
@@ -308,7 +308,7 @@ impl Upload for CopyStream {
         ffi::checked("copy a row to the GPU", failure)?;
         // SAFETY: a new `at::Tensor`, as tch makes them, and given away once.
         let device = unsafe { Tensor::from_ptr(device.cast()) };
-        Ok(Shipment::new(buffer, device, Some(Box::new(Event(copied)))))
+        Ok(StagedCopy::new(buffer, device, Some(Box::new(Event(copied)))))
     }
 }
 

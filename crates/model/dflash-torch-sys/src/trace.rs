@@ -1,6 +1,6 @@
 //! A fake GPU: records what a step would launch, on tensors that have shapes but no data.
 //!
-//! [`pretend`] runs a function this way, on its own thread and never where libtorch_cuda is loaded.
+//! [`on_fake_cuda`] runs a function this way, on its own thread and never where libtorch_cuda is loaded.
 //! Inside, tensors on `Device::Cuda(0)` can be created and computed with, on machines without a GPU
 //! and in next to no memory: operators for CUDA take shapes from the meta device and record bytes,
 //! arithmetic and launches. Reading a value of one, waiting for one, or mixing them with host
@@ -9,7 +9,7 @@
 //!
 //! The code that runs is the code for CUDA. So tests fail on a synchronisation within a step, on
 //! mixed devices or on extra launches, and `dflash plan` predicts the time of a step. With
-//! `DFLASH_TEST_DEVICE=pretended` the tests for a real GPU run here too; values can then be read,
+//! `DFLASH_TEST_DEVICE=fake_cuda` the tests for a real GPU run here too; values can then be read,
 //! as zeros, and are not compared.
 
 use std::cell::{Cell, RefCell};
@@ -17,10 +17,10 @@ use std::cell::{Cell, RefCell};
 use serde::Serialize;
 use tch::Tensor;
 
-use crate::{Error, pretend as shim, timed as clock};
+use crate::{Error, fake_cuda as shim, timed as clock};
 
 thread_local! {
-    static PRETENDED: Cell<bool> = const { Cell::new(false) };
+    static FAKE_CUDA: Cell<bool> = const { Cell::new(false) };
     static TIMED: Cell<bool> = const { Cell::new(false) };
     static PART: Cell<u32> = const { Cell::new(0) };
     static PARTS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
@@ -78,16 +78,16 @@ pub struct Record {
     pub peak_part: &'static str,
 }
 
-/// Whether CUDA is pretended on this thread. Then one of our own kernels is not launched, but given
+/// Whether CUDA is fake on this thread. Then one of our own kernels is not launched, but given
 /// to [`own_kernel`], and its results are tensors of the right shape.
-pub fn is_pretended() -> bool {
-    PRETENDED.get()
+pub fn is_fake_cuda() -> bool {
+    FAKE_CUDA.get()
 }
 
 /// Notes a launch of one of our own kernels, with all that it reads and writes.
 ///
 /// # Panics
-/// Tensors that are not pretended: a bug of the caller.
+/// Tensors that are not fake: a bug of the caller.
 pub fn own_kernel(name: &'static str, reads: &[&Tensor], writes: &[&Tensor]) {
     own_kernels((name, 1), reads, writes);
 }
@@ -97,7 +97,7 @@ pub fn own_kernel(name: &'static str, reads: &[&Tensor], writes: &[&Tensor]) {
 /// # Panics
 /// As [`own_kernel`].
 pub fn own_kernels(kernel: (&'static str, i64), reads: &[&Tensor], writes: &[&Tensor]) {
-    if is_pretended() {
+    if is_fake_cuda() {
         shim::own_kernel(kernel, reads, writes).unwrap_or_else(|error| panic!("{error}"));
     }
 }
@@ -111,7 +111,7 @@ pub struct Part {
 
 /// What follows belongs to the part `name`, until the result is dropped. Parts nest; the inner counts.
 pub fn part(name: &'static str) -> Part {
-    if !is_pretended() && !TIMED.get() {
+    if !is_fake_cuda() && !TIMED.get() {
         return Part { before: None };
     }
     Part { before: Some(enter(number(name))) }
@@ -157,7 +157,7 @@ pub type PartTimes = Vec<(&'static str, f64)>;
 /// # Panics
 /// Inside itself or a pretence: a bug of the caller.
 pub fn timed<R>(index: usize, f: impl FnOnce() -> R) -> Result<(R, PartTimes), Error> {
-    assert!(!is_pretended() && !TIMED.get(), "one account of the parts at a time");
+    assert!(!is_fake_cuda() && !TIMED.get(), "one account of the parts at a time");
     PARTS.replace(vec![NO_PART]);
     PART.set(0);
     clock::begin(index)?;
@@ -181,14 +181,14 @@ impl Drop for Timing {
     }
 }
 
-/// Pretends a GPU on this thread from now to its end, for tests of what a GPU's operators take: values may be
+/// Fakes a CUDA device on this thread from now to its end, for tests of what a GPU's operators take: values may be
 /// read there, and are zeros but for whole numbers that the host has copied and nobody computed with. Nothing is
 /// noted for anybody; to call it again does nothing.
 ///
 /// # Errors
 /// libtorch's CUDA library is loaded.
-pub fn pretend_to_the_end() -> Result<(), Error> {
-    if is_pretended() {
+pub fn fake_cuda_to_the_end() -> Result<(), Error> {
+    if is_fake_cuda() {
         // What was noted is of no use, and would add up.
         shim::start_over();
         return Ok(());
@@ -196,7 +196,7 @@ pub fn pretend_to_the_end() -> Result<(), Error> {
     shim::begin()?;
     shim::readable();
     PARTS.replace(vec![NO_PART]);
-    PRETENDED.set(true);
+    FAKE_CUDA.set(true);
     Ok(())
 }
 
@@ -211,26 +211,26 @@ struct Pretence;
 
 impl Drop for Pretence {
     fn drop(&mut self) {
-        if PRETENDED.replace(false) {
+        if FAKE_CUDA.replace(false) {
             shim::end();
         }
     }
 }
 
-/// Runs `f` with a pretended GPU on this thread, and says what it asked of it.
+/// Runs `f` with a fake CUDA device on this thread, and says what it asked of it.
 ///
-/// Tensors of the pretended GPU may outlive it, but not be computed with any more.
+/// Tensors of the fake CUDA device may outlive it, but not be computed with any more.
 ///
 /// # Errors
-/// libtorch's CUDA library is loaded, or the thread pretends already.
-pub fn pretend<R>(f: impl FnOnce() -> R) -> Result<(R, Record), Error> {
+/// libtorch's CUDA library is loaded, or the thread fakes one already.
+pub fn on_fake_cuda<R>(f: impl FnOnce() -> R) -> Result<(R, Record), Error> {
     shim::begin()?;
     PARTS.replace(vec![NO_PART]);
     PART.set(0);
-    PRETENDED.set(true);
+    FAKE_CUDA.set(true);
     let pretence = Pretence;
     let result = f();
-    PRETENDED.set(false);
+    FAKE_CUDA.set(false);
     let numbered = shim::end();
     drop(pretence);
     let parts = PARTS.take();

@@ -7,7 +7,7 @@ use dflash::command_line;
 use dflash::{Command, Signals, engine, exit, libtorch, logging};
 
 fn main() {
-    exit::install_panic_hook(dflash_tensor::want_of_memory_in);
+    exit::install_panic_hook(dflash_tensor::catch_oom_in);
     let line = command_line::read();
     let (cli, places) = (line.cli, line.places);
     engine::check_level(&cli.command).unwrap_or_else(|error| exit::fault(error));
@@ -18,7 +18,7 @@ fn main() {
         tracing::warn!("{note}");
     }
     dflash_tensor::on_loading(loading::show);
-    // a plan computes on no GPU, and may pretend one
+    // a plan computes on no GPU, and may fake one
     if !matches!(cli.command, Command::Plan(_)) {
         open_cuda();
     }

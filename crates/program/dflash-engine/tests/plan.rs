@@ -50,7 +50,7 @@ fn both(anchors: usize, target: &Path) -> ((f64, f64), f64) {
     let bench = json(
         &format!(
             "bench train-step --json --device cpu --tokens {TOKENS} --docs {DOCUMENTS} \
-             --anchors {anchors} --block 16 --layers 5 --captures 5 --steps 1 --warmup 1"
+             --anchors {anchors} --block 16 --layers 5 --aux-layers 5 --steps 1 --warmup 1"
         ),
         target,
     );
@@ -107,12 +107,15 @@ fn a_plan_counts_steps_arithmetic_and_hidden_states() {
     let number = |key: &str| plan[key].as_f64().unwrap();
     let seconds = number("flops_per_step") / 2.0 / 1e9;
     assert!((number("step_seconds") - seconds).abs() < 1e-9 * seconds);
-    // 200 tokens, 2 ranks, 5 captures of 128 numbers in bfloat16.
+    // 200 tokens, 2 ranks, 5 auxiliary layers of 128 numbers in bfloat16.
     assert_eq!(number("hidden_bytes_per_step"), 200.0 * 2.0 * 5.0 * 128.0 * 2.0);
     let held_out = json(&format!("{line} --json --validation-ratio 0.4"), dir.path());
     assert_eq!((&held_out["rows_per_epoch"], &held_out["steps"]), (&3.into(), &4.into()));
-    let teacher = json(&format!("{line} --json --loss kl"), dir.path());
-    assert_eq!(teacher["hidden_bytes_per_step"].as_f64(), Some(200.0 * 2.0 * 6.0 * 256.0));
+    let target_distribution = json(&format!("{line} --json --loss kl"), dir.path());
+    assert_eq!(
+        target_distribution["hidden_bytes_per_step"].as_f64(),
+        Some(200.0 * 2.0 * 6.0 * 256.0)
+    );
     let (_, table, _) = engine(line, dir.path());
     for part in ["memory of a rank", "activations", "TFLOP a step", "MB/s from the servers"] {
         assert!(table.contains(part), "{table}");
@@ -129,7 +132,7 @@ fn the_window_holds_three_rows_of_the_run_unless_it_is_set() {
         json(&line, dir.path())["memory"][part].as_f64().unwrap() / f64::from(1 << 20)
     };
     assert_eq!(mib("--total-seq-len 256", "window"), 256.0);
-    // 5 captures of 128 numbers in bfloat16; one more layer for the target's distribution.
+    // 5 auxiliary layers of 128 numbers in bfloat16; one more layer for the target's distribution.
     assert_eq!(mib("--total-seq-len 131072", "window"), 3.0 * 160.0);
     assert_eq!(mib("--total-seq-len 131072 --loss kl", "window"), 3.0 * 192.0);
     assert_eq!(mib("--total-seq-len 131072 --window-mib 9", "window"), 9.0);
@@ -349,7 +352,7 @@ fn a_plan_takes_what_a_gpu_was_measured_to_reach() {
     refuse(&flags.replace("h200", "cpu"), "the plan is for no GPU that is known");
     // What the bench prints, of this CPU: no GPU's, but every product has its time.
     let bench = "bench train-step --json --products --device cpu --tokens 64 --docs 2 --anchors 4 \
-                 --block 4 --layers 2 --captures 2 --steps 1 --warmup 0";
+                 --block 4 --layers 2 --aux-layers 2 --steps 1 --warmup 0";
     let report = json(bench, dir.path());
     let products = report["measured"]["products"].as_array().unwrap();
     assert_eq!(products.len(), 19);
@@ -416,10 +419,13 @@ fn every_recipe_with_a_stock_vllm_can_be_planned() {
         let line = format!("plan {} --device h100 --rows 1000 --mean-length 900", file.display());
         let plan = json(&format!("{line} --json"), &target);
         let number = |key: &str| plan[key].as_f64().unwrap();
-        // The draft takes five captured layers of a token in bfloat16.
-        let captured = number("hidden_bytes_per_step") / (5.0 * hidden * 2.0);
+        // The draft takes five auxiliary layers of a token in bfloat16.
+        let aux_tokens = number("hidden_bytes_per_step") / (5.0 * hidden * 2.0);
         let tokens = number("tokens_per_epoch") / number("steps_per_epoch");
-        assert!((captured / tokens - 1.0).abs() < 0.01, "{recipe}: {captured} and {tokens} tokens");
+        assert!(
+            (aux_tokens / tokens - 1.0).abs() < 0.01,
+            "{recipe}: {aux_tokens} and {tokens} tokens"
+        );
         // Embedding and output projection are on the GPU, and all fits on one of 80 GB.
         let least = rows * hidden * 2.0;
         assert!(

@@ -308,7 +308,7 @@ fn a_run_starts_from_speculators_layout() {
     std::fs::copy(ours.join("model.safetensors"), theirs.join("model.safetensors")).unwrap();
     let config: serde_json::Value =
         serde_json::from_slice(&std::fs::read(ours.join("config.json")).unwrap()).unwrap();
-    // the keys that speculators 0.9 writes; its captured layers are counted as ours
+    // the keys that speculators 0.9 writes; its auxiliary layers are counted as ours
     let converted = serde_json::json!({
         "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash",
         "aux_hidden_state_layer_ids": world::LAYER_IDS, "block_size": config["block_size"],

@@ -85,17 +85,17 @@ pub fn at_once(mut code: i32) -> ! {
 }
 
 /// A panic in any thread ends the process with one short message and [`BUG`], or with [`FAULT`] where
-/// `want_of_memory` finds in its text what an allocator said.
+/// `catch_oom_in` finds in its text what an allocator said.
 ///
 /// A rank that unwinds quietly in a helper thread would leave its peers waiting in a collective.
 /// Only where a chat template is rendered is a panic the template's fault, and caught.
-pub fn install_panic_hook(want_of_memory: fn(&str) -> Option<String>) {
+pub fn install_panic_hook(catch_oom_in: fn(&str) -> Option<String>) {
     std::panic::set_hook(Box::new(move |info| {
         if dflash_prepare::panics_are_caught() {
             return;
         }
         let text = panic_text(info);
-        if let Some(reason) = want_of_memory(&text) {
+        if let Some(reason) = catch_oom_in(&text) {
             say(format!(
                 "error: there is not enough memory: {reason}; ask for less at a time (shorter or \
                  fewer rows and prompts, a smaller model), or run it where there is more"

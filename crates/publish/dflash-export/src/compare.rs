@@ -16,7 +16,7 @@ const MOST_CHANGE: f64 = 0.1;
 
 /// How near the export is.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Nearness {
+pub struct Deviation {
     /// Tensors compared, all of them.
     pub tensors: usize,
     /// Their elements.
@@ -36,7 +36,7 @@ pub(crate) fn compare(
     exported: &Draft,
     loaded: &Draft,
     dtype_of: impl Fn(&Parameter) -> ExportDtype,
-) -> Result<Nearness> {
+) -> Result<Deviation> {
     same_config(exported.config(), loaded.config())?;
     let parameters = exported.layout().parameters();
     let mut largest = 0f64;
@@ -50,7 +50,7 @@ pub(crate) fn compare(
         return Err(Error::Differs { what: "the forward pass".into(), detail });
     }
     let elements = exported.layout().trained();
-    Ok(Nearness { tensors: parameters.len(), elements, largest, forward })
+    Ok(Deviation { tensors: parameters.len(), elements, largest, forward })
 }
 
 /// Compares one tensor with what was read of it; returns the largest difference as a share of the
@@ -121,7 +121,7 @@ fn block(draft: &Draft) -> Tensor {
         let positions = Tensor::arange(rows * width, options) * pitch;
         (positions.square() * 1e-3).sin().view([rows, width]).to_kind(Kind::Float)
     };
-    let features = wave(CONTEXT, config.captures() * config.hidden_size, 0.37);
+    let features = wave(CONTEXT, config.aux_layers() * config.hidden_size, 0.37);
     let slots = wave(config.block_size as i64, config.hidden_size, 0.61);
     let mut cache = draft.new_cache(CONTEXT);
     draft.extend_context(&mut cache, &features, 0);

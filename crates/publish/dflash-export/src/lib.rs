@@ -3,7 +3,7 @@
 //! - [`Source`] is the draft, from any layout that we read;
 //! - `checks` refuses what does not fit its target and what an engine would serve wrongly;
 //! - `gguf` is llama.cpp's layout; the other two are `dflash-draft`'s;
-//! - `compare` holds what was loaded from the export against the draft: [`Nearness`].
+//! - `compare` holds what was loaded from the export against the draft: [`Deviation`].
 //!
 //! An export has its name only when it has passed: it is made aside.
 
@@ -22,11 +22,11 @@ use dflash_draft::{Parameter, Role, Verifier};
 use dflash_identity::TargetIdentity;
 use dflash_io::PendingDir;
 use dflash_settings::{ExportDtype, ExportFormat, ExportSettings};
-use dflash_target::{TargetFacts, TargetHead};
+use dflash_target::{TargetFacts, TargetIo};
 use dflash_tensor::kind_name;
 use tch::{Device, Kind, Tensor};
 
-pub use compare::Nearness;
+pub use compare::Deviation;
 pub use error::{Error, Result};
 pub use source::Source;
 
@@ -41,7 +41,7 @@ pub struct Exported {
     /// Its files together, in bytes.
     pub bytes: u64,
     /// How near it is to the draft.
-    pub nearness: Nearness,
+    pub deviation: Deviation,
 }
 
 /// What an export takes from its target.
@@ -106,7 +106,7 @@ fn write(
         }
     };
     check_stop(stop)?;
-    let nearness = check(content, &path, settings)?;
+    let deviation = check(content, &path, settings)?;
     let bytes = size(&path)?;
     check_stop(stop)?;
     let output = settings.output.clone();
@@ -115,7 +115,7 @@ fn write(
     } else {
         aside.commit()?;
     }
-    Ok(Exported { path: output, bytes, nearness })
+    Ok(Exported { path: output, bytes, deviation })
 }
 
 fn check_stop(stop: &AtomicBool) -> Result<()> {
@@ -124,7 +124,7 @@ fn check_stop(stop: &AtomicBool) -> Result<()> {
 
 /// The rows of the target's head that a pruned draft says, [Vd, H] in float32.
 fn pruned_head(target: &Target<'_>, vocabulary: &DraftVocabulary) -> Result<Tensor> {
-    let head = TargetHead::of(target.dir, target.facts, (Device::Cpu, Kind::Float))?;
+    let head = TargetIo::of(target.dir, target.facts, (Device::Cpu, Kind::Float))?;
     Ok(head.lm_head_vh.index_select(0, &Tensor::from_slice(vocabulary.selected())))
 }
 
@@ -173,7 +173,7 @@ fn check(
     (source, head_vh): (&Source, Option<&Tensor>),
     path: &Path,
     settings: &ExportSettings,
-) -> Result<Nearness> {
+) -> Result<Deviation> {
     let loaded = Source::open(path)?;
     if loaded.vocabulary != source.vocabulary {
         let detail = "other tokens than the draft's".into();

@@ -74,10 +74,10 @@ pub(crate) fn choose(
         kept.retain(|report| chosen.iter().any(|named| is(report, named)));
     }
     for report in &kept {
-        let Evaluation { way, responses, max_new_tokens, tokens_per_second, .. } = report;
+        let Evaluation { mode, responses, max_new_tokens, tokens_per_second, .. } = report;
         let (name, speed_up) = (name(report), tokens_per_second.speed_up);
         say(format!(
-            "the card shows {name}, {way}: {responses} answers of at most {max_new_tokens} tokens, \
+            "the card shows {name}, {mode}: {responses} answers of at most {max_new_tokens} tokens, \
              {speed_up:.2}x"
         ));
     }

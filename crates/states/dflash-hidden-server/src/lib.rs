@@ -6,10 +6,10 @@
 //! /v1/models` describes the model to clients; `/health` and `/metrics` are for people.
 
 mod copy_out;
-mod divided;
 mod error;
 mod featurizer;
 mod metrics;
+mod parallel;
 mod queue;
 mod refusal;
 mod routes;

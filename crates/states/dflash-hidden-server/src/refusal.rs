@@ -33,7 +33,7 @@ pub(crate) enum Refusal {
     #[error("layer_ids is empty; omit it for all served layers")]
     NoLayers,
     #[error("layer {id} is not served; this server has {served:?} and the last layer, {last}")]
-    LayerNotCaptured { id: u32, served: Vec<u32>, last: u32 },
+    LayerNotServed { id: u32, served: Vec<u32>, last: u32 },
     #[error("the body does not match its digest; it was damaged on its way")]
     Damaged,
     #[error("model {asked:?} is not served here; this server runs {served:?}")]
@@ -81,7 +81,7 @@ impl Refusal {
             | Self::TokenOutOfRange { .. }
             | Self::PromptTooLong { .. }
             | Self::NoLayers
-            | Self::LayerNotCaptured { .. } => StatusCode::BAD_REQUEST,
+            | Self::LayerNotServed { .. } => StatusCode::BAD_REQUEST,
             // Not the client's fault: it sends the same request again.
             Self::Damaged => StatusCode::CONFLICT,
             // The prompt alone is too large for this server, and will be the next time too.
@@ -104,7 +104,7 @@ impl Refusal {
             | Self::TokenOutOfRange { field, .. }
             | Self::PromptTooLong { field, .. } => Some(field),
             Self::NoPrompt | Self::TwoPrompts => Some("input_ids"),
-            Self::NoLayers | Self::LayerNotCaptured { .. } => Some("layer_ids"),
+            Self::NoLayers | Self::LayerNotServed { .. } => Some("layer_ids"),
             Self::OtherModel { .. } => Some("model"),
             _ => None,
         }

@@ -285,7 +285,7 @@ fn check_layers(asked: Option<Vec<u32>>, facts: &ModelFacts) -> Result<Vec<u32>,
     match ids.iter().find(|&&id| !facts.serves(id)) {
         Some(&id) => {
             let (served, last) = (layer_ids.clone(), *num_hidden_layers);
-            Err(Refusal::LayerNotCaptured { id, served, last })
+            Err(Refusal::LayerNotServed { id, served, last })
         }
         None => Ok(ids),
     }

@@ -7,19 +7,19 @@ use bytes::Bytes;
 use dflash_dist::WorkerEnv;
 use dflash_hidden_states::Metadata;
 use dflash_identity::TargetIdentity;
-use dflash_settings::{DEFAULT_CAPTURES, DivisionSettings, HiddenServerSettings, WireDtype};
-use dflash_target::divided::Grid;
+use dflash_settings::{DEFAULT_AUX_LAYERS, HiddenServerSettings, ParallelSettings, WireDtype};
+use dflash_target::parallel::Grid;
 use dflash_target::{
     PackedPrompts, Prefill, PrefillOptions, TargetConfig, check_layer_ids, default_layer_ids,
 };
-use dflash_tensor::{is_want_of_memory, place};
+use dflash_tensor::{is_oom, place};
 use dflash_torch_sys::staging::download_from;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::copy_out::CopyOut;
-use crate::divided::{InFlight, Lead, Peers, Stage};
 use crate::error::Error;
 use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
+use crate::parallel::{InFlight, Lead, Peers, Stage};
 
 /// A target that returns rows.
 #[derive(Debug)]
@@ -34,28 +34,28 @@ pub struct TargetFeaturizer {
 #[derive(Debug)]
 enum Loaded {
     Whole(Box<Prefill>),
-    Divided(Box<Lead>),
+    Parallel(Box<Lead>),
 }
 
 impl Loaded {
     fn config(&self) -> &TargetConfig {
         match self {
             Self::Whole(target) => target.config(),
-            Self::Divided(lead) => lead.config(),
+            Self::Parallel(lead) => lead.config(),
         }
     }
 
     fn place(&self) -> String {
         match self {
             Self::Whole(target) => target.place(),
-            Self::Divided(lead) => lead.place(),
+            Self::Parallel(lead) => lead.place(),
         }
     }
 }
 
 /// How a server splits its target.
-pub fn grid(division: DivisionSettings) -> Grid {
-    Grid { pipeline: division.pipeline, tensor: division.tensor_parallel_size }
+pub fn grid(parallel: ParallelSettings) -> Grid {
+    Grid { pipeline: parallel.pipeline, tensor: parallel.tensor_parallel_size }
 }
 
 /// Loads the part of the target in `dir` that belongs to the rank `env`, which is not 0, and runs
@@ -76,7 +76,7 @@ fn join(
 ) -> Result<(PrefillOptions<'static>, Peers), Error> {
     let options = options(settings, env.local_rank)?;
     let common = vec![("the target".to_owned(), dir.display().to_string())];
-    let peers = Peers::connect(env, grid(settings.division), options.place.0, common)?;
+    let peers = Peers::connect(env, grid(settings.parallel), options.place.0, common)?;
     Ok((options, peers))
 }
 
@@ -115,7 +115,7 @@ impl TargetFeaturizer {
         env: &WorkerEnv,
     ) -> Result<Self, Error> {
         let (options, peers) = join(dir, settings, env)?;
-        let target = Loaded::Divided(Box::new(Lead::load(dir, &options, peers)?));
+        let target = Loaded::Parallel(Box::new(Lead::load(dir, &options, peers)?));
         Self::of(target, &options, dir, settings)
     }
 
@@ -144,7 +144,7 @@ fn facts_of(
     let mut layer_ids = settings
         .target_layer_ids
         .clone()
-        .unwrap_or_else(|| default_layer_ids(layers, DEFAULT_CAPTURES));
+        .unwrap_or_else(|| default_layer_ids(layers, DEFAULT_AUX_LAYERS));
     layer_ids.sort_unstable();
     check_layer_ids(&layer_ids, layers)?;
     let limit = config.max_position_embeddings as usize;
@@ -182,7 +182,7 @@ impl Featurizer for TargetFeaturizer {
         };
         match &mut self.target {
             Loaded::Whole(target) => batch.features(&target.states(prompts, layer_ids)?),
-            Loaded::Divided(lead) => {
+            Loaded::Parallel(lead) => {
                 let coming: InFlight = lead.begin(prompts, layer_ids)?;
                 let rows = move || {
                     let states = coming.wait().map_err(|error| batch.unfit(error))?;
@@ -259,7 +259,7 @@ impl Unfit {
         let reason = self.to_string();
         match self {
             Self::Rows(_) => Error::OutOfMemory { tokens, reason },
-            _ if is_want_of_memory(&reason) => Error::OutOfMemory { tokens, reason },
+            _ if is_oom(&reason) => Error::OutOfMemory { tokens, reason },
             _ => Error::Batch { tokens, reason },
         }
     }
@@ -415,7 +415,7 @@ mod tests {
             max_batch_tokens: 100,
             max_model_len: None,
             threads: None,
-            division: dflash_settings::DivisionSettings::default(),
+            parallel: dflash_settings::ParallelSettings::default(),
         }
     }
 

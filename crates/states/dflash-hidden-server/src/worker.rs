@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use dflash_hidden_states::{HiddenStates, Metadata};
 use dflash_target::{PackedPrompts, TokenBudget};
-use dflash_tensor::want_of_memory;
+use dflash_tensor::catch_oom;
 
 use crate::error::Error;
 use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
@@ -156,7 +156,7 @@ fn features(
     let prompts = PackedPrompts::new(jobs.iter().map(|job| job.input_ids.as_slice()));
     let tokens = prompts.input_ids.len();
     // A forward pass has no lasting side effects.
-    want_of_memory(|| model.features(&prompts, layer_ids))
+    catch_oom(|| model.features(&prompts, layer_ids))
         .unwrap_or_else(|reason| Err(Error::OutOfMemory { tokens, reason }))
 }
 

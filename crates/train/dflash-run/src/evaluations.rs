@@ -40,7 +40,7 @@ pub struct Evaluation {
     pub tokens: usize,
     pub max_new_tokens: usize,
     #[serde(flatten)]
-    pub way: Way,
+    pub mode: EvalMode,
     pub block_size: usize,
     pub device: String,
     #[serde(flatten)]
@@ -51,7 +51,7 @@ pub struct Evaluation {
 
 /// The mode in which answers were made.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Way {
+pub struct EvalMode {
     /// 0 for greedy decoding.
     pub temperature: f64,
     /// The chat template's `enable_thinking`.
@@ -81,13 +81,13 @@ pub struct Identical {
     pub failures: Vec<Value>,
 }
 
-impl Default for Way {
+impl Default for EvalMode {
     fn default() -> Self {
         Self { temperature: 0.0, thinking: Thinking::Auto, concurrency: one_at_a_time() }
     }
 }
 
-impl Display for Way {
+impl Display for EvalMode {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self.temperature {
             0.0 => write!(f, "greedy")?,
@@ -235,7 +235,7 @@ mod tests {
         let read = |text: &serde_json::Value| {
             std::fs::write(&path, text.to_string()).unwrap();
             let found = Evaluation::read(&path).unwrap();
-            found.into_iter().map(|it| (it.prompts, it.way.concurrency)).collect::<Vec<_>>()
+            found.into_iter().map(|it| (it.prompts, it.mode.concurrency)).collect::<Vec<_>>()
         };
         let mut earlier = serde_json::to_value(report("a", "1", 2.0)).unwrap();
         let _ = earlier.as_object_mut().unwrap().remove("concurrency");

@@ -39,7 +39,7 @@ pub use changes::{Change, changes, recorded};
 pub use checkpoints::{Best, Checkpoint};
 pub use directory::RunDir;
 pub use error::Error;
-pub use evaluations::{Evaluation, Identical, Rates, Way};
+pub use evaluations::{EvalMode, Evaluation, Identical, Rates};
 pub use lines::{
     HeldOutPrompts, HeldOutRows, Line, Lines, MetricLine, StreamCounters, TeacherForced,
     ValidationLine,

@@ -7,8 +7,8 @@ use dflash_draft::DraftConfig;
 use dflash_hidden_states::{Dtype, HiddenStates};
 use tch::{Kind, Tensor};
 
-use crate::ahead::Lease;
 use crate::batch::{BlockMaker, Blocks};
+use crate::prefetcher::Lease;
 use crate::rows::{LoadedRow, TargetTime};
 
 /// Tensors in a buffer begin at multiples of so many bytes, as those that libtorch allocates on a GPU.
@@ -20,7 +20,7 @@ pub(crate) struct Assembler {
     pub(crate) blocks: BlockMaker,
     pub(crate) draft: DraftConfig,
     /// The target's layer after which the distribution is read, where the objective needs it.
-    pub(crate) teacher_layer: Option<u32>,
+    pub(crate) distribution_layer: Option<u32>,
     /// What features are written as where the computation reads the buffer itself; `None` for a GPU,
     /// which gets them as they came and converts them.
     pub(crate) dtype: Option<Dtype>,
@@ -67,7 +67,7 @@ pub(crate) enum RowTensors {
 /// What lies where in a row's buffer.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// Features of the plan's context rows, [C, K*H], captures in ascending layer order.
+    /// Features of the plan's context rows, [C, K*H], auxiliary layers in ascending layer order.
     pub(crate) features: Part,
     /// Tokens of the slots, [N, 1] int64: [anchor token, MASK, ...] for each block.
     pub(crate) slot_ids: Part,
@@ -99,17 +99,17 @@ impl Assembler {
 
     fn layout(&self, blocks: &Blocks, row: &PackedRow, came_as: Dtype) -> Layout {
         let width = self.draft.hidden_size as usize;
-        let captures = self.draft.target_layer_ids.len();
+        let aux_layers = self.draft.target_layer_ids.len();
         let kind = kind_of(self.dtype.unwrap_or(came_as));
         let plan = &blocks.plan;
-        let features = Part::after(0, [plan.context_rows(), captures * width], kind);
+        let features = Part::after(0, [plan.context_rows(), aux_layers * width], kind);
         let slots = plan.anchors().len() * self.draft.block_size;
         let slot_ids = Part::after(features.end(), [slots, 1], Kind::Int64);
         let last = |_| {
             let shape = [row.input_ids.len(), width];
             Part::after(slot_ids.end(), shape, kind_of(came_as))
         };
-        Layout { last: self.teacher_layer.map(last), features, slot_ids }
+        Layout { last: self.distribution_layer.map(last), features, slot_ids }
     }
 
     /// Writes what `layout` says to `out`.
@@ -127,7 +127,7 @@ impl Assembler {
         let ids = slot_ids(&self.draft, row, blocks.plan.anchors());
         let places = out[layout.slot_ids.start..layout.slot_ids.end()].chunks_exact_mut(8);
         places.zip(ids).for_each(|(place, id)| place.copy_from_slice(&id.to_le_bytes()));
-        if let (Some(last), Some(layer)) = (&layout.last, self.teacher_layer) {
+        if let (Some(last), Some(layer)) = (&layout.last, self.distribution_layer) {
             for (document, states) in row.documents().zip(states) {
                 let place = last.start + document.start * last.stride();
                 let out = (&mut out[place..], last.stride());
@@ -150,8 +150,8 @@ impl Assembler {
             let starts = &row.document_starts;
             let document = starts.partition_point(|&start| start <= span.row_start) - 1;
             let first = features.start + span.context_row * stride;
-            for (capture, &layer) in self.draft.target_layer_ids.iter().enumerate() {
-                let out = (&mut out[first + capture * width..], stride);
+            for (aux_layer, &layer) in self.draft.target_layer_ids.iter().enumerate() {
+                let out = (&mut out[first + aux_layer * width..], stride);
                 let written = states[document].write_rows(layer, span.context.clone(), dtype, out);
                 assert!(written, "{ASKED}");
             }
@@ -228,11 +228,11 @@ pub(crate) mod tests {
     const WIDTH: usize = 8;
     const LAYERS: [u32; 3] = [1, 2, 4];
 
-    pub(crate) fn assembler(dtype: Option<Dtype>, teacher_layer: Option<u32>) -> Assembler {
+    pub(crate) fn assembler(dtype: Option<Dtype>, distribution_layer: Option<u32>) -> Assembler {
         let anchors = AnchorOptions { per_document: 4, per_row: 64, seed: 3, epoch: 0 };
-        let teacher = teacher_layer.is_some();
-        let blocks = BlockMaker { anchors, vocabulary: None, head_rows: 96, teacher };
-        Assembler { blocks, draft: draft_config(WIDTH as i64, 2), teacher_layer, dtype }
+        let target_distribution = distribution_layer.is_some();
+        let blocks = BlockMaker { anchors, vocabulary: None, head_rows: 96, target_distribution };
+        Assembler { blocks, draft: draft_config(WIDTH as i64, 2), distribution_layer, dtype }
     }
 
     /// The value of one place, exact in bf16 for few places.
@@ -292,9 +292,9 @@ pub(crate) mod tests {
         assert_eq!(plan.spans().len(), 2);
         let spans = plan.spans().iter().map(|span| {
             let document = [0, 9, 13].iter().position(|&start| start == span.row_start).unwrap();
-            let captured = Tensor::cat(&[layer(document, 1), layer(document, 2)], 1);
+            let aux_states = Tensor::cat(&[layer(document, 1), layer(document, 2)], 1);
             let (first, length) = (span.context.start as i64, span.context.len() as i64);
-            captured.narrow(0, first, length).to_kind(expect.0)
+            aux_states.narrow(0, first, length).to_kind(expect.0)
         });
         assert_eq!(features_ck, Tensor::cat(&spans.collect::<Vec<_>>(), 0));
         let last: Vec<Tensor> = (0..3).map(|document| layer(document, 4)).collect();
@@ -325,7 +325,7 @@ pub(crate) mod tests {
         let mask = loaded.row.loss_mask.iter_mut().enumerate();
         mask.for_each(|(token, supervised)| *supervised = [13, 14].contains(&token));
         let mut assembler = assembler(Some(Dtype::F32), None);
-        // Blocks so small that the second capture's place would be behind the buffer.
+        // Blocks so small that the second auxiliary layer's place would be behind the buffer.
         assembler.draft.block_size = 2;
         let (blocks, layout) = assembler.plan(&loaded).unwrap();
         assert_eq!((blocks.plan.anchors(), blocks.plan.context_rows()), (&[13][..], 0));

@@ -5,17 +5,17 @@
 use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
 use dflash_draft::attention::{BlockPlan, WindowRule};
 use dflash_draft::flops::RowWork;
-use dflash_draft::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
+use dflash_draft::objective::{BlockLabels, DraftVocabulary, LabelledRow, TargetDistribution};
 use dflash_draft::{Draft, DraftConfig, PackedInput, plan_blocks};
 use dflash_hidden_states::Dtype;
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use dflash_tensor::{LogitTransform, upload};
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
 use crate::Error;
-use crate::ahead::Lease;
 use crate::assembly::{Assembler, RowTensors, TrainedRow};
+use crate::prefetcher::Lease;
 
 /// What decides the blocks of a row, the same for all rows.
 #[derive(Clone, Debug)]
@@ -27,7 +27,7 @@ pub(crate) struct BlockMaker {
     /// Rows of the lm_head that the draft predicts with.
     pub(crate) head_rows: usize,
     /// Whether the objective needs the target's distribution.
-    pub(crate) teacher: bool,
+    pub(crate) target_distribution: bool,
 }
 
 /// The part of a packed row that is trained.
@@ -43,13 +43,13 @@ pub(crate) struct Blocks {
 #[derive(Debug)]
 pub(crate) struct BatchMaker {
     pub(crate) blocks: BlockMaker,
-    pub(crate) head: TargetHead,
+    pub(crate) head: TargetIo,
     /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
     pub(crate) lm_head_vh: Tensor,
     /// Scale and soft-cap from the output of these rows to the target's logits.
     pub(crate) output: LogitTransform,
     /// The target's layer after which the distribution is read, where the objective needs it.
-    pub(crate) teacher_layer: Option<u32>,
+    pub(crate) distribution_layer: Option<u32>,
 }
 
 /// One packed row, ready for forward and backward.
@@ -57,7 +57,7 @@ pub(crate) struct BatchMaker {
 pub(crate) struct Batch {
     pub(crate) input: PackedInput,
     pub(crate) labels: BlockLabels,
-    pub(crate) teacher: Option<Teacher>,
+    pub(crate) target_distribution: Option<TargetDistribution>,
     /// Arithmetic that the row needs, forward and backward.
     pub(crate) flops: f64,
     /// The buffer that the tensors above may lie in: dropped after them.
@@ -82,7 +82,7 @@ impl BlockMaker {
         let work = RowWork {
             active_slots,
             head_rows: self.head_rows as f64,
-            teacher_slots: if self.teacher { active_slots } else { 0.0 },
+            distribution_slots: if self.target_distribution { active_slots } else { 0.0 },
             ..RowWork::of_plan(draft, &plan)
         };
         Blocks { plan, labels, work }
@@ -91,10 +91,10 @@ impl BlockMaker {
 
 impl BatchMaker {
     pub(crate) fn new(
-        head: TargetHead,
+        head: TargetIo,
         anchors: AnchorOptions,
         vocabulary: Option<DraftVocabulary>,
-        teacher_layer: Option<u32>,
+        distribution_layer: Option<u32>,
     ) -> Self {
         let (lm_head_vh, output) = match &vocabulary {
             Some(vocabulary) => {
@@ -104,9 +104,10 @@ impl BatchMaker {
             }
             None => (head.lm_head_vh.shallow_clone(), head.output().shared()),
         };
-        let (head_rows, teacher) = (lm_head_vh.size()[0] as usize, teacher_layer.is_some());
-        let blocks = BlockMaker { anchors, vocabulary, head_rows, teacher };
-        Self { blocks, head, lm_head_vh, output, teacher_layer }
+        let (head_rows, target_distribution) =
+            (lm_head_vh.size()[0] as usize, distribution_layer.is_some());
+        let blocks = BlockMaker { anchors, vocabulary, head_rows, target_distribution };
+        Self { blocks, head, lm_head_vh, output, distribution_layer }
     }
 
     /// What makes rows ready for a draft of this shape.
@@ -117,7 +118,7 @@ impl BatchMaker {
             _ => Some(Dtype::F32),
         };
         let (blocks, draft) = (self.blocks.clone(), draft.config().clone());
-        Assembler { blocks, draft, teacher_layer: self.teacher_layer, dtype }
+        Assembler { blocks, draft, distribution_layer: self.distribution_layer, dtype }
     }
 
     /// The tensors of a row that was made ready.
@@ -137,13 +138,14 @@ impl BatchMaker {
         };
         let features_ck = features_ck.to_kind(draft.flat().kind());
         let mut batch = self.batch(draft, blocks, (features_ck, &slot_ids_n));
-        batch.teacher = last_th.map(|last_th| self.teacher(draft, &batch.labels, &last_th));
+        batch.target_distribution =
+            last_th.map(|last_th| self.target_distribution(draft, &batch.labels, &last_th));
         batch.lease = lease;
         Ok(batch)
     }
 
     /// The tensors of a row with these blocks, the features of its context rows, [C, K*H], and the
-    /// tokens of its slots, `[N]`; the teacher's are left out.
+    /// tokens of its slots, `[N]`; the target's are left out.
     pub(crate) fn batch(
         &self,
         draft: &Draft,
@@ -154,15 +156,20 @@ impl BatchMaker {
         let slots_nh = self.head.rows(slot_ids_n).to_kind(draft.flat().kind());
         let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
         let flops = work.flops(draft.config()).total();
-        Batch { input, labels, teacher: None, flops, lease: None }
+        Batch { input, labels, target_distribution: None, flops, lease: None }
     }
 
     /// The target's last hidden states, [T, H], of the rows that predict the labels, after its norm.
-    pub(crate) fn teacher(&self, draft: &Draft, labels: &BlockLabels, last_th: &Tensor) -> Teacher {
+    pub(crate) fn target_distribution(
+        &self,
+        draft: &Draft,
+        labels: &BlockLabels,
+        last_th: &Tensor,
+    ) -> TargetDistribution {
         let (device, kind) = (draft.device(), draft.flat().kind());
-        let needed_m = labels.teacher_rows_on(device);
+        let needed_m = labels.distribution_rows_on(device);
         let hidden_mh = last_th.index_select(0, &needed_m).to_kind(Kind::Float);
-        Teacher {
+        TargetDistribution {
             normed_rh: self.head.normed(&hidden_mh).to_kind(kind),
             rows_m: Tensor::arange(needed_m.size()[0], (Kind::Int64, device)),
             head_vh: self.lm_head_vh.shallow_clone(),

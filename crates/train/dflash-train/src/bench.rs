@@ -14,7 +14,7 @@ use dflash_dist::Single;
 use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_draft::{DraftConfig, DraftLayout, HeadFields};
 use dflash_settings::{Dtype, Invalid, TrainStepSettings};
-use dflash_target::{TargetFacts, TargetHead, default_layer_ids};
+use dflash_target::{TargetFacts, TargetIo, default_layer_ids};
 use dflash_tensor::{Kernels, device_name, place, upload};
 use dflash_torch_sys::trace;
 use serde::Serialize;
@@ -23,7 +23,7 @@ use tch::{Device, Kind, Tensor};
 use crate::assembly::slot_ids;
 use crate::batch::{Batch, BatchMaker};
 use crate::config::DraftShape;
-use crate::masters::Masters;
+use crate::master_weights::MasterWeights;
 use crate::optimizer::OptimizerConfig;
 use crate::plan::cpu;
 use crate::plan::step::StepShape;
@@ -93,7 +93,7 @@ pub fn train_step(
         let row = RandomRow::new(settings);
         let mut trainer = trainer(settings, config, (target_dir, target), (device, kind))?;
         let config = trainer.draft.config();
-        let shape = [tokens as i64, config.captures() * config.hidden_size];
+        let shape = [tokens as i64, config.aux_layers() * config.hidden_size];
         let features_tk = Tensor::randn(shape, (kind, device));
         let mut times = Vec::with_capacity(settings.steps);
         let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
@@ -156,22 +156,22 @@ fn measured(
     products::measure(config, rows, place)
 }
 
-/// As many captured layers as are asked for; only their number matters.
-fn layer_ids(captures: usize, layers: usize) -> Result<Vec<u32>, Error> {
-    let usual = default_layer_ids(layers, captures);
-    if usual.len() == captures {
+/// As many auxiliary layers as are asked for; only their number matters.
+fn layer_ids(aux_layers: usize, layers: usize) -> Result<Vec<u32>, Error> {
+    let usual = default_layer_ids(layers, aux_layers);
+    if usual.len() == aux_layers {
         return Ok(usual);
     }
-    if captures > layers + 1 {
+    if aux_layers > layers + 1 {
         let expected = format!("the target has {layers} layers and its embedding to capture");
-        return Err(Invalid::new("captures", captures, expected).into());
+        return Err(Invalid::new("aux_layers", aux_layers, expected).into());
     }
-    Ok((0..captures as u32).collect())
+    Ok((0..aux_layers as u32).collect())
 }
 
 /// Refuses shapes whose hidden states or weights alone do not fit.
 fn check_memory(settings: &TrainStepSettings, config: &DraftConfig) -> Result<(), Error> {
-    let width = (config.captures() * config.hidden_size) as f64;
+    let width = (config.aux_layers() * config.hidden_size) as f64;
     let features = settings.tokens as f64 * width * 4.0;
     machine::check_memory(features, ("tokens", settings.tokens))?;
     // weights, gradients and two moments
@@ -191,7 +191,7 @@ fn draft(settings: &TrainStepSettings, target: &TargetFacts) -> Result<DraftConf
     let shape = DraftShape {
         num_layers: settings.layers,
         block_size: settings.block,
-        target_layer_ids: layer_ids(settings.captures, target.num_hidden_layers)?,
+        target_layer_ids: layer_ids(settings.aux_layers, target.num_hidden_layers)?,
         mask_token_id: target.vocab_size - 1,
         sliding_window: None,
         vocab_size: None,
@@ -207,13 +207,13 @@ fn trainer(
     (target_dir, target): (&Path, &TargetFacts),
     (device, kind): (Device, Kind),
 ) -> Result<Trainer, Error> {
-    let head = TargetHead::of(target_dir, target, (device, kind))?;
+    let head = TargetIo::of(target_dir, target, (device, kind))?;
     let (anchors, seed) = (settings.anchors, settings.seed);
     let anchors = AnchorOptions { per_document: anchors, per_row: anchors, seed, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
     let fresh = setup::fresh(config, seed, device);
     let shards = Shards::whole(fresh.layout().elements());
-    let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
+    let parameters = MasterWeights::new(fresh, kind, &OptimizerConfig::default(), shards);
     let objective = Objective {
         terms: vec![(ElementLoss::CrossEntropy, 1.0)],
         weighting: Weighting::Decay { gamma: GAMMA },
@@ -225,7 +225,7 @@ fn trainer(
     Ok(Trainer::new(parameters, (objective, batches)))
 }
 
-/// The step that was timed, for a pretended device.
+/// The step that was timed, for a fake CUDA device.
 fn shape_of<'a>(trainer: &'a Trainer, row: &'a PackedRow) -> StepShape<'a> {
     let Trainer { draft, objective, batches, keep, .. } = trainer;
     StepShape {

@@ -23,7 +23,7 @@ use crate::prepared::Prepared;
 use crate::trainer::Trainer;
 
 /// The flat parameters in a checkpoint's float32 state.
-pub(crate) const MASTERS: &str = "masters";
+pub(crate) const MASTER_WEIGHTS: &str = "masters";
 
 /// The draft that a run began from, as it was named.
 pub(crate) const ORIGIN: &str = "from_pretrained";
@@ -81,7 +81,7 @@ pub(crate) fn save(
     let writes = communicator.rank() == 0 && !checkpoint.is_complete();
     let mut pending = writes.then(|| PendingCheckpoint::create(trainer, &checkpoint.dir));
     // Whatever becomes of the file, the exchange goes on to its end: the other ranks are in it.
-    trainer.masters.stream(communicator, &mut |piece| {
+    trainer.master_weights.stream(communicator, &mut |piece| {
         let written = match &mut pending {
             Some(Ok(pending)) => pending.state.append(piece),
             _ => Ok(()),
@@ -109,7 +109,7 @@ impl PendingCheckpoint {
         let inner = dir.path().join(Checkpoint::TRAINER);
         std::fs::create_dir(&inner).map_err(dflash_io::Error::io("create", inner))?;
         let tensors = dir.path().join(Checkpoint::TENSORS);
-        let state = TensorWriter::create(&tensors, &trainer.masters.entries())?;
+        let state = TensorWriter::create(&tensors, &trainer.master_weights.entries())?;
         Ok(Self { state, dir })
     }
 
@@ -119,7 +119,11 @@ impl PendingCheckpoint {
         let dir = self.dir.path();
         let tensors_crc32 = Some(self.state.finish()?);
         let stored = TensorFile::open(&dir.join(Checkpoint::TENSORS))?;
-        Draft::save_stored(trainer.draft.config(), (&stored, trainer.masters.served_name()), dir)?;
+        Draft::save_stored(
+            trainer.draft.config(),
+            (&stored, trainer.master_weights.served_name()),
+            dir,
+        )?;
         if let Some(vocabulary) = &trainer.batches.blocks.vocabulary {
             vocabulary.save(dir)?;
         }
@@ -246,7 +250,7 @@ fn restore(
     if stored.step != *step || state.tensors_crc32.map(differs).transpose()?.unwrap_or(false) {
         return Err(Error::Altered { path });
     }
-    trainer.masters.restore(&trainer.draft, &file, stored.optimizer_steps())?;
+    trainer.master_weights.restore(&trainer.draft, &file, stored.optimizer_steps())?;
     // A run of an earlier release does not say which target it is for.
     let Position { target, dataset_content, .. } = current.clone();
     Ok((Position { target, dataset_content, ..state.position }, changes))

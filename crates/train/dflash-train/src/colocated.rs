@@ -16,8 +16,8 @@ use bytes::Bytes;
 use dflash_data::PackedRow;
 use dflash_hidden_states::{Counters, HiddenStates, Probe, RetryPolicy};
 use dflash_settings::{HiddenStatesSettings, WireDtype};
-use dflash_target::{PackedPrompts, Prefill, PrefillOptions, TargetHead, TokenBudget};
-use dflash_tensor::{place, want_of_memory};
+use dflash_target::{PackedPrompts, Prefill, PrefillOptions, TargetIo, TokenBudget};
+use dflash_tensor::{catch_oom, place};
 use dflash_torch_sys::Begun;
 use tch::{Device, Kind, Tensor};
 
@@ -38,7 +38,7 @@ pub(crate) struct ColocatedRows {
     /// The samples, from the first on, of which one may be a probe.
     candidates: u32,
     /// What the draft borrows; the target has the same embedding where it is of the same kind.
-    head: TargetHead,
+    head: TargetIo,
     /// Shared by the rows of training and of validation, of which one asks at a time.
     target: Arc<Mutex<Colocated>>,
 }
@@ -163,7 +163,7 @@ impl RowSource for ColocatedRows {
         self.probes_of(&samples[..samples.len().min(1)])
     }
 
-    fn head(&self) -> Option<TargetHead> {
+    fn head(&self) -> Option<TargetIo> {
         Some(self.head.shared())
     }
 }
@@ -300,7 +300,7 @@ impl Colocated {
         let (start, tokens) = (bounds[0], bounds[documents.len()] - bounds[0]);
         let prompts = bounds.windows(2).map(|bounds| &row.input_ids[bounds[0]..bounds[1]]);
         let prompts = PackedPrompts::new(prompts);
-        let ran = want_of_memory(|| -> Result<(), Error> {
+        let ran = catch_oom(|| -> Result<(), Error> {
             let states = self.prefill.states_unless(&self.stop, &prompts, &self.layer_ids)?;
             let states = states.ok_or(dflash_hidden_states::Error::Interrupted)?;
             for (layer_th, state_th) in layers.iter().zip(states) {

@@ -59,7 +59,7 @@ pub struct DraftShape {
     pub num_layers: usize,
     /// Slots of a block.
     pub block_size: usize,
-    /// Captured layers, 0 = embedding output.
+    /// Auxiliary layers, 0 = embedding output.
     pub target_layer_ids: Vec<u32>,
     /// Token of the slots to be predicted.
     pub mask_token_id: i64,

@@ -201,7 +201,7 @@ impl World {
     pub(crate) fn rows(&self) -> MemoryRows {
         let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
         let target = Target::load(&self.path("target"), &options).unwrap();
-        let states = (0..Self::SAMPLES).map(|it| Self::captures(&target, &Self::input_ids(it)));
+        let states = (0..Self::SAMPLES).map(|it| Self::aux_states(&target, &Self::input_ids(it)));
         MemoryRows {
             samples: Arc::new(self.samples()),
             states: Arc::new(states.collect()),

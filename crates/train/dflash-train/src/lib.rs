@@ -12,20 +12,19 @@
 //! - `same_target` compares the target with those that data, checkpoints and states are of;
 //! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `rows` reads and fetches it or `colocated` has a target in
-//!   this process compute its `states`, `assembly` lays it out for the device, `ahead` does so on a
+//!   this process compute its `states`, `assembly` lays it out for the device, `prefetcher` does so on a
 //!   thread of its own, `ready` is what the step takes, `batch` turns it into blocks and tensors, for
 //!   training, validation, [`mod@bench`] and [`plan`] alike;
 //! - `agreement` says what all ranks must have in common;
 //! - `run` holds the loop, `vote` what ranks tell each other in a step, `no_memory` what becomes of
 //!   an allocation that fails;
 //! - `validation` measures on held-out rows and prompts;
-//! - `trainer` does one step, `readback` brings what became of it to the host, `masters` holds the parameters in float32, `shards` says which rank
+//! - `trainer` does one step, `readback` brings what became of it to the host, `master_weights` holds the parameters in float32, `shards` says which rank
 //!   holds what of them;
 //! - `checkpoint` keeps it all in the run's directory ([`dflash_run`]), `metrics` shows it;
 //! - [`machine`] knows what this machine can do, `gpus` what GPUs can, [`plan`] what a run will take of it.
 
 mod agreement;
-mod ahead;
 mod assembly;
 mod batch;
 pub mod bench;
@@ -38,12 +37,13 @@ mod error;
 mod fake;
 mod gpus;
 pub mod machine;
-mod masters;
+mod master_weights;
 mod metrics;
 mod no_memory;
 pub mod optimizer;
 mod order;
 pub mod plan;
+mod prefetcher;
 mod preflight;
 mod prepared;
 mod readback;

@@ -1,7 +1,7 @@
 //! Out of memory in a run, on the host or on a GPU: an error that says which settings to lower. It
 //! is not a bug, and a restart would run out of memory again.
 
-use dflash_tensor::{is_want_of_memory, want_of_memory, want_of_memory_in};
+use dflash_tensor::{catch_oom, catch_oom_in, is_oom};
 
 use crate::Error;
 use crate::config::TrainConfig;
@@ -14,7 +14,7 @@ pub(crate) struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// Runs `work`, which does what `doing` says ("in step 3"). Where it panics or fails for want of
+    /// Runs `work`, which does what `doing` says ("in step 3"). Where it panics or fails for lack of
     /// memory, the error says so.
     ///
     /// What `work` changes must be as good after a panic as before, or not be used any more.
@@ -23,7 +23,7 @@ impl Asking<'_> {
         doing: impl FnOnce() -> String,
         work: impl FnOnce() -> Result<T, Error>,
     ) -> Result<T, Error> {
-        match want_of_memory(work) {
+        match catch_oom(work) {
             Err(reason) => Err(self.refused(doing(), reason)),
             Ok(Err(error)) => match reason_in(&error) {
                 Some(reason) => Err(self.refused(doing(), reason)),
@@ -46,8 +46,8 @@ fn reason_in(error: &Error) -> Option<String> {
     }
     let mut cause: Option<&dyn std::error::Error> = Some(error);
     while let Some(error) = cause {
-        if is_want_of_memory(&error.to_string()) {
-            return want_of_memory_in(&error.to_string());
+        if is_oom(&error.to_string()) {
+            return catch_oom_in(&error.to_string());
         }
         cause = error.source();
     }

@@ -8,7 +8,7 @@
 mod adamw;
 mod groups;
 mod muon;
-mod verdict;
+mod step_gate;
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ use groups::{DecayedRate, shrink, spans};
 pub use groups::{Groups, Piece, WeightDecay};
 use muon::Muon;
 pub use muon::{MuonConfig, MuonScale};
-pub use verdict::Verdict;
+pub use step_gate::StepGate;
 
 /// Everything that decides how parameters move, besides the learning rate.
 #[derive(Clone, Copy, Debug, Default)]
@@ -114,21 +114,24 @@ impl Algorithm {
 }
 
 impl Optimizer {
-    /// Fresh state for a share like `masters`, which `groups` divides.
+    /// Fresh state for a share like `master_weights`, which `groups` divides.
     ///
     /// # Panics
     /// With Muon when a share cuts through a matrix: half a matrix cannot be orthogonalised.
-    pub fn new(config: &OptimizerConfig, groups: Groups, masters: &Tensor) -> Self {
+    pub fn new(config: &OptimizerConfig, groups: Groups, master_weights: &Tensor) -> Self {
         let OptimizerConfig { algorithm, adamw, weight_decay, ema_decay: _ } = *config;
         let (muon, elements) = match algorithm {
-            Algorithm::AdamW => (None, masters.numel() as i64),
+            Algorithm::AdamW => (None, master_weights.numel() as i64),
             Algorithm::Muon(config) => {
                 assert!(groups.matrices.iter().all(Piece::is_whole), "Muon needs whole matrices");
-                (Some(Muon { config, momentum: masters.zeros_like() }), groups.norm_elements())
+                (
+                    Some(Muon { config, momentum: master_weights.zeros_like() }),
+                    groups.norm_elements(),
+                )
             }
         };
-        let moments = Moments::zeros(elements, masters.device());
-        let device_steps = Tensor::zeros([1], (Kind::Float, masters.device()));
+        let moments = Moments::zeros(elements, master_weights.device());
+        let device_steps = Tensor::zeros([1], (Kind::Float, master_weights.device()));
         Self { adamw, weight_decay, groups, moments, muon, steps: 0, device_steps }
     }
 
@@ -139,79 +142,79 @@ impl Optimizer {
     }
 
     /// One step of size `rate` along `gradient`; Muon's rate is a fixed multiple of it.
-    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
+    pub fn step(&mut self, master_weights: &mut Tensor, gradient: &Tensor, rate: f64) {
         self.steps += 1;
         let Groups { matrices, norms } = &self.groups;
         let matrix_rate = rate * self.muon.as_ref().map_or(1.0, |muon| muon.config.rate_ratio);
         shrink(
-            masters,
+            master_weights,
             matrices,
             DecayedRate { rate: matrix_rate, decay: self.weight_decay.matrices },
         );
-        shrink(masters, norms, DecayedRate { rate, decay: self.weight_decay.norms });
+        shrink(master_weights, norms, DecayedRate { rate, decay: self.weight_decay.norms });
         let step = self.adamw.step(self.steps, rate);
         let Some(muon) = &self.muon else {
-            return self.moments.step(masters, gradient, step);
+            return self.moments.step(master_weights, gradient, step);
         };
         for piece in matrices {
-            muon.step(piece, masters, gradient, matrix_rate, self.moments.kernels);
+            muon.step(piece, master_weights, gradient, matrix_rate, self.moments.kernels);
         }
         let mut first = 0;
         for piece in norms {
             let moments = self.moments.narrow(first, piece.elements);
-            moments.step(&mut piece.of(masters), &piece.of(gradient), step);
+            moments.step(&mut piece.of(master_weights), &piece.of(gradient), step);
             first += piece.elements;
         }
     }
 
-    /// As [`Self::step`], along the gradient that `verdict` divides, if it lets the step happen.
+    /// As [`Self::step`], along the gradient that `gate` divides, if it lets the step happen.
     /// Consumes the gradient. Does not synchronise with the host.
     ///
     /// # Errors
-    /// A masters' or gradient's buffer that is not float32 and of the share's length.
-    pub fn steered_step(
+    /// A buffer of master weights or gradients that is not float32 and of the share's length.
+    pub fn step_on_device(
         &mut self,
-        masters: &Tensor,
+        master_weights: &Tensor,
         gradient: &Tensor,
         rate: f64,
-        verdict: &Verdict,
+        gate: &StepGate,
     ) -> Result<(), dflash_torch_sys::Error> {
-        let _ = self.device_steps.g_add_(&verdict.share(1.0));
+        let _ = self.device_steps.g_add_(&gate.share(1.0));
         let Some(muon) = &self.muon else {
-            return self.steered_adamw(masters, gradient, rate, verdict);
+            return self.adamw_on_device(master_weights, gradient, rate, gate);
         };
         let Groups { matrices, norms } = &self.groups;
         let matrix_rate = rate * muon.config.rate_ratio;
         if self.weight_decay.matrices != 0.0 {
-            let rest = verdict.rest(matrix_rate * self.weight_decay.matrices);
-            matrices.iter().for_each(|piece| drop(piece.of(masters).g_mul_(&rest)));
+            let rest = gate.rest(matrix_rate * self.weight_decay.matrices);
+            matrices.iter().for_each(|piece| drop(piece.of(master_weights).g_mul_(&rest)));
         }
         for piece in matrices {
             let kernels = self.moments.kernels;
-            muon.steered_step(piece, masters, gradient, matrix_rate, verdict, kernels);
+            muon.step_on_device(piece, master_weights, gradient, matrix_rate, gate, kernels);
         }
         let mut first = 0;
         let (mut decaying, mut others) = (Vec::new(), Vec::new());
         for piece in norms {
-            let buffer = self.moments.buffer(first, piece.of(masters), piece.of(gradient));
+            let buffer = self.moments.buffer(first, piece.of(master_weights), piece.of(gradient));
             first += piece.elements;
             if piece.decays { decaying.push(buffer) } else { others.push(buffer) }
         }
         let decayed = DecayedRate { rate, decay: self.weight_decay.norms };
-        self.steered_parts(&decaying, decayed, verdict)?;
-        self.steered_parts(&others, DecayedRate { rate, decay: 0.0 }, verdict)
+        self.parts_on_device(&decaying, decayed, gate)?;
+        self.parts_on_device(&others, DecayedRate { rate, decay: 0.0 }, gate)
     }
 
     /// All of the share by AdamW: a call for each decay that there is.
-    fn steered_adamw(
+    fn adamw_on_device(
         &self,
-        masters: &Tensor,
+        master_weights: &Tensor,
         gradient: &Tensor,
         rate: f64,
-        verdict: &Verdict,
+        gate: &StepGate,
     ) -> Result<(), dflash_torch_sys::Error> {
         let WeightDecay { matrices, norms } = self.weight_decay;
-        let whole = 0..masters.numel() as i64;
+        let whole = 0..master_weights.numel() as i64;
         let of = |decays: bool| spans(self.groups.norms.iter().filter(|it| it.decays == decays));
         let fixed = of(false);
         let calls = if matrices == norms && (norms == 0.0 || fixed.is_empty()) {
@@ -223,25 +226,25 @@ impl Optimizer {
         for (spans, decay) in calls {
             let part = |span: &Range<i64>| {
                 let view = |share: &Tensor| share.narrow(0, span.start, span.end - span.start);
-                self.moments.buffer(span.start, view(masters), view(gradient))
+                self.moments.buffer(span.start, view(master_weights), view(gradient))
             };
             let parts: Vec<_> = spans.iter().filter(|span| !span.is_empty()).map(part).collect();
-            self.steered_parts(&parts, DecayedRate { rate, decay }, verdict)?;
+            self.parts_on_device(&parts, DecayedRate { rate, decay }, gate)?;
         }
         Ok(())
     }
 
     /// Parts that decay alike, by AdamW.
-    fn steered_parts(
+    fn parts_on_device(
         &self,
         parts: &[AdamWBuffer],
         decayed: DecayedRate,
-        verdict: &Verdict,
+        gate: &StepGate,
     ) -> Result<(), dflash_torch_sys::Error> {
         if parts.is_empty() {
             return Ok(());
         }
-        Moments::steered_step(parts, self.adamw, &self.device_steps, decayed, verdict)
+        Moments::step_on_device(parts, self.adamw, &self.device_steps, decayed, gate)
     }
 
     /// Goes on after so many steps.

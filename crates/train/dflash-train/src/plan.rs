@@ -18,7 +18,7 @@ use std::path::Path;
 
 use dflash_draft::{DraftConfig, DraftLayout, Keep};
 use dflash_settings::{CheckpointSettings, Invalid, PlanDevice, PlanSettings};
-use dflash_target::divided::Grid;
+use dflash_target::parallel::Grid;
 use dflash_target::{TargetConfig, TargetFacts};
 use serde::Serialize;
 use tch::Kind;
@@ -94,7 +94,7 @@ impl Place {
 pub struct Plan {
     /// Trained parameters.
     pub parameters: i64,
-    /// Layers, slots of a block and captured layers of the draft.
+    /// Layers, slots of a block and auxiliary layers of the draft.
     pub shape: [usize; 3],
     /// Ranks.
     pub ranks: usize,
@@ -181,7 +181,7 @@ pub fn plan(
     let colocate = settings.hidden_states.colocate;
     let native = match TargetConfig::load(target_dir) {
         // Another engine has it then.
-        Err(_) if !colocate && settings.division.ranks() == 1 => None,
+        Err(_) if !colocate && settings.parallel.ranks() == 1 => None,
         native => Some(native?),
     };
     let place = Place::new(&settings.device)?;
@@ -275,7 +275,7 @@ impl Planned<'_> {
                 .and_then(|gpu| AllReduce::new(parameters, (ranks, self.settings.nnodes), gpu)),
             budget,
             server_bytes: self.server_bytes()?,
-            server_parts: self.settings.division.tensor_parallel_size,
+            server_parts: self.settings.parallel.tensor_parallel_size,
             notes,
         })
     }
@@ -339,8 +339,8 @@ impl Planned<'_> {
         let Some(target) = self.native.as_ref().filter(|_| !hidden_states.colocate) else {
             return Ok(Vec::new());
         };
-        let division = self.settings.division;
-        let grid = Grid { pipeline: division.pipeline, tensor: division.tensor_parallel_size };
+        let parallel = self.settings.parallel;
+        let grid = Grid { pipeline: parallel.pipeline, tensor: parallel.tensor_parallel_size };
         let width = target::width(hidden_states.target_dtype, self.place.is_gpu());
         let elements = grid.elements(target)?;
         Ok(elements.into_iter().map(|elements| elements * width).collect())
@@ -351,12 +351,12 @@ impl Planned<'_> {
         target::width(self.settings.compute.compute_dtype, self.place.is_gpu())
     }
 
-    /// Bytes of a token's hidden states on the wire, bfloat16; the teacher's layer travels too.
+    /// Bytes of a token's hidden states on the wire, bfloat16; the last layer, for the target's distribution, travels too.
     fn token_bytes(&self, draft: &DraftConfig) -> f64 {
         let last = draft.num_target_layers.map(|layers| layers as u32);
         let travels = last.is_some_and(|last| draft.target_layer_ids.contains(&last));
-        let extra = self.settings.objective.needs_teacher() && !travels;
-        ((draft.captures() + i64::from(extra)) * draft.hidden_size * 2) as f64
+        let extra = self.settings.objective.needs_target_distribution() && !travels;
+        ((draft.aux_layers() + i64::from(extra)) * draft.hidden_size * 2) as f64
     }
 
     fn device(&self) -> String {

@@ -21,7 +21,7 @@ use dflash_chat::ChatTokenizer;
 use dflash_dist::Communicator;
 use dflash_hidden_states::Probe;
 use dflash_run::{Agreement, RunDir, SourceCheck};
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -51,7 +51,7 @@ impl Prepared<'_> {
         &self,
         communicator: &dyn Communicator,
         source: &dyn RowSource,
-        head: &TargetHead,
+        head: &TargetIo,
     ) -> Result<Preflight, Error> {
         let own = match communicator.rank() {
             0 => Some(self.preflight(source, head)),
@@ -73,7 +73,7 @@ impl Prepared<'_> {
         Ok(preflight)
     }
 
-    fn preflight(&self, source: &dyn RowSource, head: &TargetHead) -> Result<Preflight, Error> {
+    fn preflight(&self, source: &dyn RowSource, head: &TargetIo) -> Result<Preflight, Error> {
         let probes = match source.probes() {
             // The stream finds the run stopped too, and the ranks end together.
             Err(Error::Hidden(dflash_hidden_states::Error::Interrupted)) => {
@@ -113,7 +113,7 @@ impl Prepared<'_> {
     }
 
     /// Layer 0 of any sample is the embedding's output, and no other is.
-    fn check_embedding(&self, probe: &Probe, head: &TargetHead) -> Result<(), Error> {
+    fn check_embedding(&self, probe: &Probe, head: &TargetIo) -> Result<(), Error> {
         let sample = Sample::new(probe, self.last_layer(), head);
         sample.check_embedding().map_err(|cause| refused(probe, &cause))
     }
@@ -124,7 +124,7 @@ impl Prepared<'_> {
         Some(last).filter(|_| self.target.no_last_state.is_none())
     }
 
-    fn check_probe(&self, probe: &Probe, head: &TargetHead) -> Result<SourceCheck, Error> {
+    fn check_probe(&self, probe: &Probe, head: &TargetIo) -> Result<SourceCheck, Error> {
         let sample = Sample::new(probe, self.last_layer(), head);
         let found = match sample.read() {
             Err(Cause::Unknown(how)) => {
@@ -218,7 +218,7 @@ fn is_plain(text: &str) -> bool {
 }
 
 /// What a user should know of a check.
-fn notes(check: &SourceCheck, head: &TargetHead) -> Vec<String> {
+fn notes(check: &SourceCheck, head: &TargetIo) -> Vec<String> {
     let SourceCheck { origin, tokens, requests, .. } = check;
     let cost = match requests {
         0 => "one file".to_owned(),

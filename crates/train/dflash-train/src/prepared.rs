@@ -10,7 +10,7 @@ use dflash_hidden_states::{RetryPolicy, StreamConfig, TargetLogits};
 use dflash_identity::TargetIdentity;
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::Invalid;
-use dflash_target::{TargetFacts, TargetHead};
+use dflash_target::{TargetFacts, TargetIo};
 use dflash_tensor::place;
 use tch::{Device, Kind};
 
@@ -52,7 +52,7 @@ impl<'a> Prepared<'a> {
     /// Mistakes in the settings that show without computing.
     pub fn open(config: &'a TrainConfig) -> Result<Self, Error> {
         let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
-        check_teacher(config, &target)?;
+        check_target_distribution(config, &target)?;
         let draft = setup::draft_config(&target, &config.draft)?;
         let pretrained = config.pretrained_dir.as_deref();
         let warm_start = pretrained.map(|dir| WarmStart::open(dir, &draft)).transpose()?;
@@ -100,10 +100,10 @@ impl<'a> Prepared<'a> {
         })
     }
 
-    /// The target's layer that a teacher's distribution is read after, where the objective needs it.
-    pub(crate) fn teacher_layer(&self) -> Option<u32> {
+    /// The target's layer that the target's distribution is read after, where the objective needs it.
+    pub(crate) fn distribution_layer(&self) -> Option<u32> {
         let last = self.target.num_hidden_layers as u32;
-        self.config.settings.objective.needs_teacher().then_some(last)
+        self.config.settings.objective.needs_target_distribution().then_some(last)
     }
 
     /// What the order of the rows follows from; the samples that are held out take no part.
@@ -140,13 +140,13 @@ impl<'a> Prepared<'a> {
     /// The target's layers that the run needs, ascending.
     pub(crate) fn layer_ids(&self) -> Vec<u32> {
         let own = &self.draft.target_layer_ids;
-        let teacher = self.teacher_layer().filter(|layer| !own.contains(layer));
-        own.iter().copied().chain(teacher).collect()
+        let target_distribution = self.distribution_layer().filter(|layer| !own.contains(layer));
+        own.iter().copied().chain(target_distribution).collect()
     }
 
     /// The target's embedding, final norm and output projection.
-    pub(crate) fn head(&self, place: (Device, Kind)) -> Result<TargetHead, dflash_tensor::Error> {
-        TargetHead::of(&self.config.target_dir, &self.target, place)
+    pub(crate) fn head(&self, place: (Device, Kind)) -> Result<TargetIo, dflash_tensor::Error> {
+        TargetIo::of(&self.config.target_dir, &self.target, place)
     }
 
     /// What a stock vLLM's last states are checked with, where they can be.
@@ -188,9 +188,9 @@ impl<'a> Prepared<'a> {
 }
 
 /// Refuses an objective that needs the target's distribution where the last states do not give it.
-fn check_teacher(config: &TrainConfig, target: &TargetFacts) -> Result<(), Invalid> {
+fn check_target_distribution(config: &TrainConfig, target: &TargetFacts) -> Result<(), Invalid> {
     match target.no_last_state {
-        Some(reason) if config.settings.objective.needs_teacher() => {
+        Some(reason) if config.settings.objective.needs_target_distribution() => {
             let reason = format!(
                 "needs the target distribution, which {} does not give: {reason}; train with \
                  --loss ce and the labels of the data",

@@ -182,7 +182,7 @@ mod tests {
     /// The code of a step, without its tests.
     const STEP: [(&str, &str); 11] = [
         ("batch.rs", include_str!("batch.rs")),
-        ("masters.rs", include_str!("masters.rs")),
+        ("master_weights.rs", include_str!("master_weights.rs")),
         ("optimizer.rs", include_str!("optimizer.rs")),
         ("optimizer/adamw.rs", include_str!("optimizer/adamw.rs")),
         ("optimizer/groups.rs", include_str!("optimizer/groups.rs")),

@@ -5,16 +5,16 @@ use dflash_hidden_states::Counters;
 use dflash_tensor::upload;
 
 use crate::Error;
-use crate::ahead::Ahead;
 use crate::assembly::{AssembledRow, Assembler, RowTensors, TrainedRow, slot_ids};
 use crate::batch::BatchMaker;
 use crate::order::PlannedRow;
+use crate::prefetcher::Prefetcher;
 use crate::rows::{ComputedRow, ComputedRows, Loading, RowSource};
 
 /// Rows that are ready, or soon.
 pub(crate) enum ReadyRows {
     /// They come while the step computes.
-    Ahead(Ahead),
+    Prefetched(Prefetcher),
     /// They are computed where the step computes, when it asks for them.
     InTurns(Box<InTurns>),
 }
@@ -36,7 +36,7 @@ impl ReadyRows {
         let (assembler, device) = (batches.assembler(draft), draft.device());
         Ok(match source.start(planned)? {
             Loading::Fetched(rows) => {
-                Self::Ahead(Ahead::start(rows, assembler, source.upload(device)?)?)
+                Self::Prefetched(Prefetcher::start(rows, assembler, source.upload(device)?)?)
             }
             Loading::Computed(rows) => Self::InTurns(Box::new(InTurns { rows, assembler, device })),
         })
@@ -45,7 +45,7 @@ impl ReadyRows {
     /// The next row; `None` at the end, and after an error.
     pub(crate) fn next(&mut self) -> Result<Option<AssembledRow>, Error> {
         match self {
-            Self::Ahead(rows) => rows.next(),
+            Self::Prefetched(rows) => rows.next(),
             Self::InTurns(rows) => rows.next(),
         }
     }
@@ -53,7 +53,7 @@ impl ReadyRows {
     /// What had been counted when the last row that was taken was made.
     pub(crate) fn counters(&self) -> Counters {
         match self {
-            Self::Ahead(rows) => rows.counters(),
+            Self::Prefetched(rows) => rows.counters(),
             Self::InTurns(rows) => rows.rows.counters(),
         }
     }
@@ -70,7 +70,7 @@ impl InTurns {
 
     fn trained(&self, computed: &ComputedRow) -> Option<TrainedRow> {
         let ComputedRow { epoch, row, states, .. } = computed;
-        let Assembler { blocks, draft, teacher_layer, .. } = &self.assembler;
+        let Assembler { blocks, draft, distribution_layer, .. } = &self.assembler;
         let blocks = blocks.draw(draft, row, *epoch);
         if blocks.labels.slots().is_empty() {
             return None;
@@ -80,7 +80,7 @@ impl InTurns {
         let tensors = RowTensors::Computed {
             features_ck: states.gathered(&draft.target_layer_ids, &rows_c),
             slot_ids: slot_ids(draft, row, blocks.plan.anchors()),
-            last_th: teacher_layer.map(|layer| states.layer(layer).shallow_clone()),
+            last_th: distribution_layer.map(|layer| states.layer(layer).shallow_clone()),
         };
         Some(TrainedRow { blocks, tensors })
     }

@@ -15,7 +15,7 @@ use dflash_data::{Dataset, PackedRow, Sample};
 use dflash_hidden_states::{
     Counters, FetchedRow, HiddenStates, Probe, Request, Stream, StreamConfig, WantedRow, probe,
 };
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use dflash_torch_sys::Interval;
 use dflash_torch_sys::staging::{Upload, upload_to};
 use tch::Device;
@@ -55,7 +55,7 @@ pub(crate) trait RowSource {
     }
 
     /// The part of the target that the draft borrows, where the source has it as the run takes it.
-    fn head(&self) -> Option<TargetHead> {
+    fn head(&self) -> Option<TargetIo> {
         None
     }
 }

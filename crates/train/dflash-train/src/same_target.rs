@@ -8,7 +8,7 @@ use dflash_data::Dataset;
 use dflash_hidden_states::TargetLogits;
 use dflash_identity::{TargetIdentity, tokenizer_digest};
 use dflash_run::{Checkpoint, State};
-use dflash_target::{TargetFacts, TargetHead};
+use dflash_target::{TargetFacts, TargetIo};
 
 use crate::Error;
 
@@ -68,6 +68,6 @@ pub(crate) fn logits(
     let (dir, target, are_normed) = (target_dir.to_owned(), target.clone(), Arc::clone(are_normed));
     TargetLogits(Arc::new(move |state: &[f32], ids: &[i64]| {
         let is_normed = are_normed.load(Ordering::Relaxed);
-        Ok(tch::no_grad(|| TargetHead::logits_of(&dir, &target, state, is_normed, ids))?)
+        Ok(tch::no_grad(|| TargetIo::logits_of(&dir, &target, state, is_normed, ids))?)
     }))
 }

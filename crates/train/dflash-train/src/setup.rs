@@ -8,7 +8,7 @@ use dflash_draft::objective::{
 };
 use dflash_draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_settings::{Invalid, ObjectiveSettings, RowSettings, loss_chunk_bytes};
-use dflash_target::{DraftHeads, TargetFacts, TargetHead, check_layer_ids};
+use dflash_target::{DraftAttentionShape, TargetFacts, TargetIo, check_layer_ids};
 use dflash_tensor::Kernels;
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Error;
 use crate::batch::BatchMaker;
 use crate::config::{DraftShape, TrainConfig};
-use crate::masters::Masters;
+use crate::master_weights::MasterWeights;
 use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
 use crate::shards::Shards;
@@ -34,7 +34,7 @@ pub(crate) fn draft_config(
     check_layer_ids(&settings.target_layer_ids, target.num_hidden_layers)?;
     let defaults = target.draft_defaults();
     let stored = settings.stored.as_deref();
-    let heads = stored.map_or(defaults.heads, |draft| DraftHeads {
+    let heads = stored.map_or(defaults.heads, |draft| DraftAttentionShape {
         num_attention_heads: draft.num_attention_heads,
         num_key_value_heads: draft.num_key_value_heads,
         head_dim: draft.head_dim,
@@ -86,7 +86,7 @@ fn layers(settings: &DraftShape) -> Vec<LayerKind> {
 /// Builds the trainer of a fresh run on the target's `head`, at `place` (rank, world size).
 pub(crate) fn trainer(
     prepared: &Prepared<'_>,
-    head: TargetHead,
+    head: TargetIo,
     ((device, kind), place): ((Device, Kind), (usize, usize)),
 ) -> Result<Trainer, Error> {
     let config = prepared.config;
@@ -94,7 +94,7 @@ pub(crate) fn trainer(
     let resumed_dir = prepared.resume.as_ref().map(|checkpoint| &*checkpoint.dir);
     let vocabulary = vocabulary(config, resumed_dir, (Some(&prepared.dataset), rows))?;
     let anchors = anchors(&config.settings.rows);
-    let batches = BatchMaker::new(head, anchors, vocabulary, prepared.teacher_layer());
+    let batches = BatchMaker::new(head, anchors, vocabulary, prepared.distribution_layer());
     let fresh = match prepared.resume {
         // the checkpoint fills it
         Some(_) => Draft::zeros(prepared.draft.clone(), device),
@@ -106,7 +106,7 @@ pub(crate) fn trainer(
     let optimizer = OptimizerConfig::from(&config.settings.optimizer);
     let splits = config.settings.compute.splits_state();
     let shards = shards((splits, &optimizer), fresh.layout(), place);
-    let parameters = Masters::new(fresh, kind, &optimizer, shards);
+    let parameters = MasterWeights::new(fresh, kind, &optimizer, shards);
     let chunk = chunk_bytes(config.settings.objective.loss_chunk_mib, device)?;
     let objective = objective(&config.settings.objective, prepared.draft.block_size, chunk);
     let mut trainer = Trainer::new(parameters, (objective, batches));
@@ -136,7 +136,7 @@ pub(crate) fn fresh(config: DraftConfig, seed: u64, device: Device) -> Draft {
 /// by what is free now: once the draft and its optimizer are there.
 pub(crate) fn chunk_bytes(mib: Option<usize>, device: Device) -> Result<usize, Error> {
     let free = match device {
-        Device::Cuda(_) if trace::is_pretended() => Some(u64::MAX),
+        Device::Cuda(_) if trace::is_fake_cuda() => Some(u64::MAX),
         Device::Cuda(index) => Some(dflash_torch_sys::free_device_bytes(index)?),
         _ => None,
     };
@@ -162,7 +162,7 @@ pub(crate) fn objective(
     chunk_bytes: usize,
 ) -> Objective {
     let labels =
-        if settings.teacher_labels { LabelSource::TeacherArgmax } else { LabelSource::Data };
+        if settings.teacher_labels { LabelSource::TargetArgmax } else { LabelSource::Data };
     let (weighting, denominator) = match settings.dpace_alpha {
         Some(alpha) => {
             (Weighting::Dpace { alpha, confidence: Confidence::CrossEntropy }, Denominator::Blocks)

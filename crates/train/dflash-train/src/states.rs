@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-/// The captured layers of a row's documents, end to end, where they were computed.
+/// The auxiliary layers of a row's documents, end to end, where they were computed.
 #[derive(Debug)]
 pub(crate) struct ComputedStates {
     /// Ascending.

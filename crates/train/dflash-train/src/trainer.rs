@@ -4,15 +4,15 @@ use dflash_dist::{Communicator, Pending};
 use dflash_draft::objective::{HeadPass, Objective, Statistics};
 use dflash_draft::{Draft, DraftViews, Keep};
 use dflash_run::StreamCounters;
-use dflash_tensor::want_of_memory;
+use dflash_tensor::catch_oom;
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
 use crate::Error;
 use crate::assembly::{AssembledRow, TrainedRow};
 use crate::batch::{Batch, BatchMaker};
-use crate::masters::Masters;
-use crate::optimizer::{Verdict, gradient_norm};
+use crate::master_weights::MasterWeights;
+use crate::optimizer::{StepGate, gradient_norm};
 use crate::readback::{self, Control, Finished, Outcome, StepOutcome, Unread};
 use crate::vote::{Vote, add_up};
 
@@ -26,7 +26,7 @@ const CLIP_EPSILON: f64 = 1e-6;
 #[derive(Debug)]
 pub(crate) struct Trainer {
     pub(crate) draft: Draft,
-    pub(crate) masters: Masters,
+    pub(crate) master_weights: MasterWeights,
     pub(crate) objective: Objective,
     pub(crate) batches: BatchMaker,
     /// What the forward pass keeps for the backward pass.
@@ -77,12 +77,12 @@ pub(crate) struct Step<'a> {
 
 impl Trainer {
     pub(crate) fn new(
-        (draft, masters): (Draft, Masters),
+        (draft, master_weights): (Draft, MasterWeights),
         (objective, batches): (Objective, BatchMaker),
     ) -> Self {
         let (gradient, gradient_views) = draft.zero_gradients();
         let (keep, control) = (Keep::default(), Control::of(draft.device()));
-        Self { draft, masters, objective, batches, keep, control, gradient, gradient_views }
+        Self { draft, master_weights, objective, batches, keep, control, gradient, gradient_views }
     }
 
     pub(crate) fn begin<'a>(&'a mut self, communicator: &'a dyn Communicator) -> Step<'a> {
@@ -103,8 +103,8 @@ impl Trainer {
         let (hidden_nh, _) = draft.forward_keeping(&batch.input, Keep::Inputs);
         let lm_head_vh = &self.batches.lm_head_vh;
         let pass = HeadPass { head: draft.head(), lm_head_vh, gradient: None };
-        let teacher = batch.teacher.as_ref();
-        let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, teacher);
+        let target_distribution = batch.target_distribution.as_ref();
+        let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, target_distribution);
         Ok(Some(output.statistics))
     }
 
@@ -117,8 +117,8 @@ impl Trainer {
             gradient: Some(&self.gradient_views.head),
         };
         let part = trace::part("loss");
-        let teacher = batch.teacher.as_ref();
-        let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, teacher);
+        let target_distribution = batch.target_distribution.as_ref();
+        let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, target_distribution);
         drop((hidden_nh, part));
         let gradients = (&self.gradient_views, finished);
         self.draft.backward(output.dhidden_nh, &batch.input, saved, gradients);
@@ -157,7 +157,7 @@ impl Step<'_> {
                     sums.start(bucket);
                 }
             };
-            match want_of_memory(|| trainer.accumulate(&batch, &mut finished)) {
+            match catch_oom(|| trainer.accumulate(&batch, &mut finished)) {
                 Ok(statistics) => self.statistics.add(&statistics),
                 Err(reason) => added = Err(reason),
             }
@@ -240,8 +240,8 @@ impl Step<'_> {
         }
         let clip = (max_norm / (norm + CLIP_EPSILON)).min(1.0);
         let _ = trainer.gradient.g_mul_scalar_(clip / divisor);
-        trainer.masters.step(&trainer.gradient, rate);
-        trainer.masters.publish(&trainer.draft, *communicator)?;
+        trainer.master_weights.step(&trainer.gradient, rate);
+        trainer.master_weights.publish(&trainer.draft, *communicator)?;
         Ok((Effect::Moved, norm))
     }
 
@@ -262,9 +262,9 @@ impl Step<'_> {
         communicator.check()?;
         let clip = ((&norm + CLIP_EPSILON).reciprocal() * max_norm).clamp_max(1.0);
         let skip = norm.isfinite().logical_not().logical_or(&denominator.eq(0.0));
-        let verdict = Verdict::new(&(divisor / clip), skip);
-        trainer.masters.steered_step(&trainer.gradient, rate, &verdict)?;
-        trainer.masters.publish(&trainer.draft, communicator)?;
+        let gate = StepGate::new(&(divisor / clip), skip);
+        trainer.master_weights.step_on_device(&trainer.gradient, rate, &gate)?;
+        trainer.master_weights.publish(&trainer.draft, communicator)?;
         Ok(Tensor::cat(&[statistics.sums(), &norm], 0))
     }
 }
@@ -362,7 +362,7 @@ impl Reduction {
 
 #[cfg(test)]
 mod tests {
-    use dflash_target::TargetHead;
+    use dflash_target::TargetIo;
     use tch::Kind;
 
     use super::*;
@@ -376,7 +376,7 @@ mod tests {
         let config = world.config("out");
         let prepared = Prepared::open(&config).unwrap();
         let place = (Device::Cpu, Kind::Float);
-        let head = TargetHead::load(&config.target_dir, place.0, place.1).unwrap();
+        let head = TargetIo::load(&config.target_dir, place.0, place.1).unwrap();
         let trainer = setup::trainer(&prepared, head, (place, (0, 1))).unwrap();
         let buckets = trainer.draft.layout().buckets();
         let parts: Vec<usize> =

@@ -134,7 +134,7 @@ impl<'a, 'p> Validation<'a, 'p> {
     ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
         let served = LoadedDraft {
-            draft: trainer.masters.served(&trainer.draft, communicator)?,
+            draft: trainer.master_weights.served(&trainer.draft, communicator)?,
             vocabulary: trainer.batches.blocks.vocabulary.clone(),
         };
         let mut line = ValidationLine { step, ..ValidationLine::default() };

@@ -2,7 +2,7 @@
 //!
 //! The checkpoint may be in z-lab's or speculators' layout, or one of our own, whose float32 weights
 //! are taken where they are beside it. Widths, heads and the rotary base must agree: they say which
-//! target a draft belongs to. Layers, block size, mask token and captured layers may differ; the user
+//! target a draft belongs to. Layers, block size, mask token and auxiliary layers may differ; the user
 //! is told what that means.
 
 use std::collections::HashMap;
@@ -16,8 +16,8 @@ use dflash_tensor::checkpoint::{TensorFile, pieces};
 use tch::Tensor;
 
 use crate::Error;
-use crate::checkpoint::MASTERS;
-use crate::masters::AVERAGE;
+use crate::checkpoint::MASTER_WEIGHTS;
+use crate::master_weights::AVERAGE;
 
 /// A checkpoint that fits the draft to be trained.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl WarmStart {
                 ("num_key_value_heads", draft.num_key_value_heads.to_string()),
                 ("head_dim", draft.head_dim.to_string()),
                 ("vocab_size", draft.vocab_size.to_string()),
-                ("number of auxiliary layers", draft.captures().to_string()),
+                ("number of auxiliary layers", draft.aux_layers().to_string()),
                 ("rope_theta", draft.rope_theta.to_string()),
                 ("num_target_layers", target_layers.unwrap_or_default().to_string()),
             ]
@@ -59,7 +59,8 @@ impl WarmStart {
     pub(crate) fn notes(&self) -> Vec<String> {
         let (stored, wanted) = (&self.stored, &self.wanted);
         let (had, has) = (stored.layers.len(), wanted.layers.len());
-        let precision = if self.masters().is_file() { "float32 weights" } else { "stored weights" };
+        let precision =
+            if self.master_weights().is_file() { "float32 weights" } else { "stored weights" };
         let mut notes = vec![format!("starting from the {precision} of {}", self.dir.display())];
         if had > has {
             notes.push(format!("the first {has} of its {had} layers are kept"));
@@ -113,7 +114,7 @@ impl WarmStart {
         notes
     }
 
-    fn masters(&self) -> PathBuf {
+    fn master_weights(&self) -> PathBuf {
         self.dir.join(Checkpoint::TENSORS)
     }
 
@@ -148,13 +149,13 @@ impl WarmStart {
         let Some(expected) = state.and_then(|state| state.tensors_crc32) else { return Ok(()) };
         match file.crc32()? == expected {
             true => Ok(()),
-            false => Err(Error::DamagedDraft { path: self.masters() }),
+            false => Err(Error::DamagedDraft { path: self.master_weights() }),
         }
     }
 
     /// What reads a stored parameter into a tensor of the same shape.
     fn reader(&self, elements: i64) -> Result<Reader, Error> {
-        let path = self.masters();
+        let path = self.master_weights();
         if !path.is_file() {
             let weights = Weights::open(&self.dir)?;
             return Ok(Box::new(move |stored, to| weights.read_into(&stored.name, to)));
@@ -163,7 +164,7 @@ impl WarmStart {
         self.check_sum(&file)?;
         // a checkpoint is what it serves: its averaged weights, where it has them
         let averaged = file.names().iter().any(|name| name == AVERAGE);
-        let name = if averaged { AVERAGE } else { MASTERS };
+        let name = if averaged { AVERAGE } else { MASTER_WEIGHTS };
         file.check_shape(name, &[elements])?;
         Ok(Box::new(move |stored, to| file.read_into(name, stored.offset, to)))
     }

@@ -7,7 +7,7 @@ use dflash_settings::{SchedulerType, Warmup};
 use dflash_tensor::Kernels;
 use dflash_test_place::place;
 use dflash_train::optimizer::{
-    AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, Verdict,
+    AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, StepGate,
     WeightDecay,
 };
 use dflash_train::schedule::Schedule;
@@ -102,11 +102,16 @@ fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Val
             assert!(difference <= close, "{kernels:?} differs by {difference}");
         }
     }
-    steered(config, (w0, gradients), case, close);
+    on_device(config, (w0, gradients), case, close);
 }
 
 /// As a GPU takes them: gradients come as sums and are divided, and a step that is not finite is skipped.
-fn steered(config: OptimizerConfig, (w0, gradients): (&Value, &[Value]), case: &Value, close: f64) {
+fn on_device(
+    config: OptimizerConfig,
+    (w0, gradients): (&Value, &[Value]),
+    case: &Value,
+    close: f64,
+) {
     let weights = flat(w0);
     let rows = w0.as_array().unwrap().len() as i64;
     let elements = weights.numel() as i64;
@@ -119,13 +124,13 @@ fn steered(config: OptimizerConfig, (w0, gradients): (&Value, &[Value]), case: &
     let skip = || there(Tensor::from_slice(&[true]));
     for (gradient, expected) in gradients.iter().zip(case["w"].as_array().unwrap()) {
         let bad = Tensor::full_like(&weights, f64::NAN);
-        let verdict = Verdict::new(&there(Tensor::from_slice(&[f64::NAN])), skip());
-        optimizer.steered_step(&weights, &bad, rate, &verdict).unwrap();
-        let verdict = Verdict::new(&there(Tensor::from_slice(&[4.0])), go());
-        optimizer.steered_step(&weights, &(flat(gradient) * 4.0), rate, &verdict).unwrap();
+        let gate = StepGate::new(&there(Tensor::from_slice(&[f64::NAN])), skip());
+        optimizer.step_on_device(&weights, &bad, rate, &gate).unwrap();
+        let gate = StepGate::new(&there(Tensor::from_slice(&[4.0])), go());
+        optimizer.step_on_device(&weights, &(flat(gradient) * 4.0), rate, &gate).unwrap();
         let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
         let close = place().whatever_the_kind(close);
-        assert!(difference <= close, "steered, it differs by {difference}");
+        assert!(difference <= close, "on the device, it differs by {difference}");
     }
 }
 

@@ -1,6 +1,6 @@
 //! speculators' form of a draft's `config.json`.
 //!
-//! It nests the Qwen3 fields in `transformer_layer_config`, counts captured layers as we do
+//! It nests the Qwen3 fields in `transformer_layer_config`, counts auxiliary layers as we do
 //! (0 = embedding output) and does not say how many layers the target has.
 
 use serde_json::{Value, json};

@@ -8,8 +8,8 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::Error;
 use super::pending::Pending;
+use crate::Error;
 
 /// How often the file may vanish before it is locked. Each time another process has just let go.
 const ATTEMPTS: usize = 1000;

@@ -105,7 +105,10 @@ fn columns_of_the_prompt_are_taken_and_others_are_counted() {
     assert!(summary.contains(told), "{summary}");
     let text = fs::read(bench.path("out/dflash_prepare.json")).unwrap();
     let provenance: Value = serde_json::from_slice(&text).unwrap();
-    assert_eq!(provenance["unread_columns"], json!({"category": 1, "context": 1, "id": 1, "system": 1}));
+    assert_eq!(
+        provenance["unread_columns"],
+        json!({"category": 1, "context": 1, "id": 1, "system": 1})
+    );
 }
 
 #[test]

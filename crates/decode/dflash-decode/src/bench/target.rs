@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use dflash_kernels::decode::passes_alone;
 use dflash_settings::{BenchTargetSettings, Device};
-use dflash_target::{FewRows, KvCache, Target, TargetOptions};
+use dflash_target::{KvCache, PackedDecoder, Target, TargetOptions};
 use dflash_tensor::{kind_name, peak_resident_mib, place, resident_mib};
 use serde::Serialize;
 use tch::Tensor;
@@ -85,7 +85,7 @@ pub fn bench_target(
     let before_mib = resident_mib().unwrap_or_default();
     let begun = Instant::now();
     let target = Target::load(dir, &TargetOptions { device, dtype })?;
-    let few = target.few_rows().ok_or_else(|| Error::NotPacked { path: dir.into() })?;
+    let few = target.packed_decoder().ok_or_else(|| Error::NotPacked { path: dir.into() })?;
     let load_s = begun.elapsed().as_secs_f64();
     let (resident, peak) = (resident_mib(), peak_resident_mib());
     let mut steps = Steps::new((&target, few), settings, stop);
@@ -118,7 +118,7 @@ pub fn bench_target(
 /// What is timed, and the times of plain reads in between, ms.
 struct Steps<'a> {
     target: &'a Target,
-    few: &'a FewRows,
+    few: &'a PackedDecoder,
     settings: &'a BenchTargetSettings,
     stop: &'a AtomicBool,
     reads: Vec<f64>,
@@ -126,7 +126,7 @@ struct Steps<'a> {
 
 impl<'a> Steps<'a> {
     fn new(
-        (target, few): (&'a Target, &'a FewRows),
+        (target, few): (&'a Target, &'a PackedDecoder),
         settings: &'a BenchTargetSettings,
         stop: &'a AtomicBool,
     ) -> Self {
@@ -137,7 +137,7 @@ impl<'a> Steps<'a> {
     fn behind(&mut self, context: usize) -> Result<(usize, f64, usize), Error> {
         let BenchTargetSettings { steps, rows, .. } = *self.settings;
         let mut cache = self.target.new_cache(context + rows);
-        cache.pretend(context);
+        cache.fill_random(context);
         let cached = cache.bytes_held();
         let mut times = Vec::new();
         for step in 0..WARM_UP + steps {

@@ -19,7 +19,7 @@ use crate::drafter::Drafter;
 /// What a step takes and fills.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
-    target: &'a dflash_target::FewRows,
+    target: &'a dflash_target::PackedDecoder,
     draft: Option<PackedDraft<'a>>,
     hidden: usize,
     /// Tokens of a pass `[r]`, and the target's own after each of these.
@@ -34,38 +34,38 @@ pub(super) struct Packed<'a> {
 /// What it has of the draft.
 #[derive(Debug)]
 struct PackedDraft<'a> {
-    rows: &'a dflash_draft::FewRows,
+    rows: &'a dflash_draft::PackedDecoder,
     layer_ids: &'a [u32],
     /// Embeddings of a block's mask tokens [b - 1, h].
     masks: Vec<f32>,
 }
 
 /// Rows of a pass at most.
-const MOST: usize = dflash_target::FewRows::MAX_ROWS;
+const MOST: usize = dflash_target::PackedDecoder::MAX_ROWS;
 
 impl<'a> Packed<'a> {
     /// Where the few rows of both models are packed, and a pass takes a block.
     pub(super) fn new(target: &'a Target, proposer: &Proposer<'a>) -> Option<Self> {
-        let rows = target.few_rows()?;
+        let rows = target.packed_decoder()?;
         let draft = match proposer.draft() {
             None => None,
             Some(draft) => {
                 let config = draft.config();
                 let block = config.block();
-                if block.rows > MOST.min(dflash_draft::FewRows::MAX_ROWS) {
+                if block.rows > MOST.min(dflash_draft::PackedDecoder::MAX_ROWS) {
                     return None;
                 }
                 let mut masks = vec![0.0; block.masks() * config.hidden_size as usize];
                 rows.embed(&vec![config.mask_token_id; block.masks()], &mut masks);
                 Some(PackedDraft {
-                    rows: draft.few_rows()?,
+                    rows: draft.packed_decoder()?,
                     layer_ids: &config.target_layer_ids,
                     masks,
                 })
             }
         };
         let hidden = target.hidden_size() as usize;
-        let captures = draft.as_ref().map_or(0, |draft| draft.layer_ids.len());
+        let aux_layers = draft.as_ref().map_or(0, |draft| draft.layer_ids.len());
         Some(Self {
             target: rows,
             draft,
@@ -73,7 +73,7 @@ impl<'a> Packed<'a> {
             ids: vec![0; MOST],
             own: vec![0; MOST],
             x: vec![0.0; MOST * hidden],
-            features: vec![0.0; MOST * captures * hidden],
+            features: vec![0.0; MOST * aux_layers * hidden],
         })
     }
 
@@ -237,8 +237,8 @@ impl<'a> Packed<'a> {
         outputs: &mut Vec<Output>,
     ) {
         let rows = plans.iter().map(|plan| plan.ids.len()).sum::<usize>();
-        let captures = self.draft.as_ref().map_or(&[][..], |draft| draft.layer_ids);
-        let width = captures.len() * self.hidden;
+        let aux_layers = self.draft.as_ref().map_or(&[][..], |draft| draft.layer_ids);
+        let width = aux_layers.len() * self.hidden;
         let (mut end, mut before) = (0, Vec::with_capacity(plans.len()));
         for plan in plans {
             self.ids[end..][..plan.ids.len()].copy_from_slice(&plan.ids);
@@ -255,7 +255,7 @@ impl<'a> Packed<'a> {
         });
         let mut parts: Vec<(&mut KvCache, usize)> = parts.collect();
         let states = &mut self.features[..rows * width];
-        self.target.forward(&self.ids[..rows], &mut parts, x, captures, states);
+        self.target.forward(&self.ids[..rows], &mut parts, x, aux_layers, states);
         let wants_logits = |plan: &Plan| sequences[plan.at].wants_logits();
         let logits_rv = plans
             .iter()

@@ -1,7 +1,7 @@
 //! A step by libtorch's operations: prompts, GPUs, and models whose few rows are not packed.
 //!
 //! Shapes: `s` sequences, `b` slots of a block, `t` tokens of a pass, `r` rows whose logits are wanted,
-//! `k` captured states side by side.
+//! `k` auxiliary hidden states side by side.
 
 use std::time::Instant;
 
@@ -151,8 +151,8 @@ fn run(
         sequence.make_room(turn.tokens(), (target, draft));
         parts.push(SequencePart { cache: &mut sequence.cache, tokens: turn.tokens() });
     }
-    let captures = draft.map_or(&[][..], |draft| &draft.config().target_layer_ids);
-    target.forward_sequences(&Tensor::cat(&ids_t, 0), &mut parts, captures)
+    let aux_layers = draft.map_or(&[][..], |draft| &draft.config().target_layer_ids);
+    target.forward_sequences(&Tensor::cat(&ids_t, 0), &mut parts, aux_layers)
 }
 
 /// What each sequence says now, and how many of its tokens in the pass stay.
@@ -196,7 +196,7 @@ fn verify(
     (outputs, kept)
 }
 
-/// Cuts the target's caches back to what stays and gives its captured states to the draft's.
+/// Cuts the target's caches back to what stays and gives its auxiliary hidden states to the draft's.
 fn keep(
     sequences: &mut [Sequence],
     turns: &[Turn],
@@ -221,7 +221,7 @@ fn keep(
     }
     if let Some(drafter) = proposer.drafter().filter(|_| !parts.is_empty()) {
         let rows_t = Tensor::from_slice(&rows).to_device(drafter.target.device());
-        let features_tk = Tensor::cat(&output.captures, 1).index_select(0, &rows_t);
+        let features_tk = Tensor::cat(&output.aux_states, 1).index_select(0, &rows_t);
         drafter.draft.extend_contexts(&features_tk, &mut parts);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use dflash_tensor::want_of_memory;
+use dflash_tensor::catch_oom;
 use tch::no_grad;
 
 use super::sequence::Sequence;
@@ -31,7 +31,7 @@ impl Engine<'_> {
         self.next_id += 1;
         self.sequences.push(Sequence::new(id, request, self.target, caches));
         self.step()?;
-        let timed = want_of_memory(|| {
+        let timed = catch_oom(|| {
             no_grad(|| {
                 for (number, size) in sizes.into_iter().enumerate() {
                     for _ in 0..TIMED_PASSES {

@@ -36,7 +36,7 @@ struct Loaded {
 
 /// A draft at a length.
 #[derive(Debug, Clone)]
-pub(super) struct DraftWay<'a> {
+pub(super) struct DraftMode<'a> {
     draft: &'a Loaded,
     speculate: Speculate,
     /// Its name in tables.
@@ -90,8 +90,8 @@ impl Drafts {
     }
 
     /// Each draft at each length, in order.
-    pub(super) fn ways(&self) -> Vec<DraftWay<'_>> {
-        let way = |draft: &'_ Loaded, speculate| {
+    pub(super) fn modes(&self) -> Vec<DraftMode<'_>> {
+        let mode = |draft: &'_ Loaded, speculate| {
             let label = match speculate {
                 Speculate::Tokens(tokens) if tokens >= draft.proposals => draft.label.clone(),
                 Speculate::Auto => format!("{}{AUTO_SUFFIX}", draft.label),
@@ -99,26 +99,26 @@ impl Drafts {
             };
             (label, speculate)
         };
-        let mut ways: Vec<DraftWay<'_>> = Vec::new();
+        let mut modes: Vec<DraftMode<'_>> = Vec::new();
         for draft in &self.drafts {
             let all = [Speculate::Tokens(draft.proposals), Speculate::Auto];
             let lengths = if self.lengths.is_empty() { &all[..] } else { &self.lengths };
             for &speculate in lengths {
-                let (label, speculate) = way(draft, speculate);
-                if !ways.iter().any(|way| way.label == label) {
-                    ways.push(DraftWay { draft, speculate, label });
+                let (label, speculate) = mode(draft, speculate);
+                if !modes.iter().any(|mode| mode.label == label) {
+                    modes.push(DraftMode { draft, speculate, label });
                 }
             }
         }
-        ways
+        modes
     }
 
     pub(super) fn facts(&self) -> Vec<DraftFacts> {
-        self.ways().iter().map(DraftWay::facts).collect()
+        self.modes().iter().map(DraftMode::facts).collect()
     }
 }
 
-impl<'a> DraftWay<'a> {
+impl<'a> DraftMode<'a> {
     /// An engine of `target` with it.
     ///
     /// # Errors

@@ -4,11 +4,11 @@ use std::fmt::{self, Display, Formatter};
 use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::{Answer, Lossless, Measured, Verification, Way, Whole};
+use dflash_eval::{Answer, EvalMode, Lossless, Measured, Verification, Whole};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
-use super::drafts::{DraftWay, Drafts};
+use super::drafts::{DraftMode, Drafts};
 use crate::Error;
 use crate::answer::{Generation, answer};
 use crate::engine::{Engine, EngineOptions, Proposals, Request};
@@ -36,7 +36,7 @@ pub(super) struct Measurement<'a> {
 /// A draft, and its answers.
 #[derive(Debug)]
 struct Drafted<'a> {
-    way: DraftWay<'a>,
+    mode: DraftMode<'a>,
     engine: Engine<'a>,
     answers: Vec<Answer>,
     lossless: Option<Lossless>,
@@ -50,9 +50,9 @@ impl<'a> Measurement<'a> {
     ) -> Result<Self, Error> {
         let proof = sampling.is_greedy().then(|| Lossless::new(settings.tie_tolerance));
         let options = EngineOptions::one_by_one(target, Speculate::Off);
-        let drafted = |way: DraftWay<'a>| {
-            let engine = way.engine(target, options)?;
-            Ok(Drafted { way, engine, answers: Vec::new(), lossless: proof.clone() })
+        let drafted = |mode: DraftMode<'a>| {
+            let engine = mode.engine(target, options)?;
+            Ok(Drafted { mode, engine, answers: Vec::new(), lossless: proof.clone() })
         };
         Ok(Self {
             target,
@@ -62,7 +62,7 @@ impl<'a> Measurement<'a> {
             tie_tolerance: settings.tie_tolerance,
             plain: Engine::new(target, Proposals::None, options)?,
             plain_answers: Vec::new(),
-            drafted: drafts.ways().into_iter().map(drafted).collect::<Result<_, Error>>()?,
+            drafted: drafts.modes().into_iter().map(drafted).collect::<Result<_, Error>>()?,
         })
     }
 
@@ -102,15 +102,15 @@ impl<'a> Measurement<'a> {
         ids: &[i64],
         stop: &AtomicBool,
     ) -> Result<Vec<i64>, Error> {
-        let ways = self.drafted.len() + 1;
-        let first = self.plain_answers.len() % ways;
+        let modes = self.drafted.len() + 1;
+        let first = self.plain_answers.len() % modes;
         // Each answer draws numbers of its own, the same every way.
         let seed = super::seed_of(self.seed, place);
         let request = Request::new(ids, &self.limits, self.sampling, seed);
         let mut plain: Option<Generation> = None;
         let mut texts: Vec<Vec<i64>> = vec![Vec::new(); self.drafted.len()];
-        for way in (first..ways).chain(0..first) {
-            let Some(index) = way.checked_sub(1) else {
+        for mode in (first..modes).chain(0..first) {
+            let Some(index) = mode.checked_sub(1) else {
                 let made = answer(&mut self.plain, request.clone(), stop, |_| Ok(true))?;
                 self.plain_answers.push(answer_of(place, ids, &made, None));
                 plain = Some(made);
@@ -133,14 +133,15 @@ impl<'a> Measurement<'a> {
     }
 
     /// What was measured of `set`: plain decoding first, then every draft.
-    pub(super) fn finish(self, set: &str, way: Way) -> Vec<Measured> {
+    pub(super) fn finish(self, set: &str, mode: EvalMode) -> Vec<Measured> {
         let whole = Whole::default;
-        let plain = Measured::new(set, way, NO_DRAFT, self.plain_answers, whole(), None, None);
+        let plain = Measured::new(set, mode, NO_DRAFT, self.plain_answers, whole(), None, None);
         let drafted = self.drafted.into_iter().map(|one| {
-            let label = one.way.label.as_str();
+            let label = one.mode.label.as_str();
             let (answers, lossless) = (one.answers, one.lossless);
             let step_seconds = one.engine.step_seconds(1);
-            let measured = Measured::new(set, way, label, answers, whole(), lossless, Some(&plain));
+            let measured =
+                Measured::new(set, mode, label, answers, whole(), lossless, Some(&plain));
             Measured { step_seconds, ..measured }
         });
         let drafted: Vec<Measured> = drafted.collect();

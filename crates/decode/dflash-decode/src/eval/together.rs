@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::{Answer, Lossless, Measured, Part, Verification, Way, Whole, turns};
+use dflash_eval::{Answer, EvalMode, Lossless, Measured, Part, Verification, Whole, turns};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
@@ -33,7 +33,7 @@ pub(super) struct Together<'a> {
     pub(super) drafts: &'a Drafts,
     pub(super) asked: &'a Asked<'a>,
     pub(super) limits: Limits,
-    pub(super) way: Way,
+    pub(super) mode: EvalMode,
 }
 
 /// The answer to a prompt, and the prompt.
@@ -74,10 +74,10 @@ impl Together<'_> {
         stop: &AtomicBool,
         mut done: impl FnMut(),
     ) -> Result<Vec<Measured>, Error> {
-        let ways = self.drafts.ways();
+        let modes = self.drafts.modes();
         let mut engines = vec![Engine::new(self.target, Proposals::None, self.options())?];
-        for way in &ways {
-            engines.push(way.engine(self.target, self.options())?);
+        for mode in &modes {
+            engines.push(mode.engine(self.target, self.options())?);
         }
         for engine in &mut engines {
             self.warm_up(engine, stop)?;
@@ -85,7 +85,7 @@ impl Together<'_> {
         let mut rounds: Vec<Round> = engines.iter().map(|_| Round::default()).collect();
         // Where questions follow its answers plain decoding begins always.
         let fixed = usize::from(self.asked.prompts.iter().any(Prompt::has_later_turns));
-        let parts = turns::parts(self.asked.prompts.len(), self.way.concurrency);
+        let parts = turns::parts(self.asked.prompts.len(), self.mode.concurrency);
         for (number, part) in parts.into_iter().enumerate() {
             for at in turns::order(number, engines.len(), fixed) {
                 let plain = (at > 0).then(|| &rounds[0].said);
@@ -94,18 +94,18 @@ impl Together<'_> {
                 rounds[at].append(round);
             }
         }
-        let names = std::iter::once(NO_DRAFT).chain(ways.iter().map(|way| way.label.as_str()));
+        let names = std::iter::once(NO_DRAFT).chain(modes.iter().map(|mode| mode.label.as_str()));
         let mut results: Vec<Measured> = Vec::new();
         for ((name, engine), at) in names.zip(&engines).zip(0..) {
             let drafts = at > 0;
-            let lossless = (drafts && self.way.temperature == 0.0)
+            let lossless = (drafts && self.mode.temperature == 0.0)
                 .then(|| self.lossless(&rounds[0], &rounds[at]));
             let (answers, whole) = rounds[at].measured();
             let plain = results.first();
-            let (set, way) = (self.asked.set, self.way);
-            let measured = Measured::new(set, way, name, answers, whole, lossless, plain);
+            let (set, mode) = (self.asked.set, self.mode);
+            let measured = Measured::new(set, mode, name, answers, whole, lossless, plain);
             let step_seconds =
-                if drafts { engine.step_seconds(self.way.concurrency) } else { Vec::new() };
+                if drafts { engine.step_seconds(self.mode.concurrency) } else { Vec::new() };
             results.push(Measured { step_seconds, ..measured });
         }
         Ok(results)
@@ -113,7 +113,7 @@ impl Together<'_> {
 
     fn options(&self) -> EngineOptions {
         EngineOptions {
-            max_sequences: self.way.concurrency,
+            max_sequences: self.mode.concurrency,
             max_model_len: self.target.config().max_position_embeddings as usize,
             prefill_tokens: PREFILL_TOKENS,
             prefix_bytes: 0,
@@ -161,7 +161,7 @@ impl Together<'_> {
     /// Untimed answers: the first passes allocate, and fill caches.
     fn warm_up(&self, engine: &mut Engine<'_>, stop: &AtomicBool) -> Result<(), Error> {
         let tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
-        for prompt in self.asked.prompts.iter().take(self.way.concurrency) {
+        for prompt in self.asked.prompts.iter().take(self.mode.concurrency) {
             engine.add(self.request((0, 0), prompt, tokens));
         }
         while !engine.is_empty() {
@@ -174,7 +174,7 @@ impl Together<'_> {
     fn request(&self, place: Place, prompt: &Prompt, max_new_tokens: usize) -> Request {
         let limits = Limits { max_new_tokens, ..self.limits.clone() };
         let seed = super::seed_of(self.settings.seed, place);
-        Request::new(&prompt.ids, &limits, Sampling::at(self.way.temperature), seed)
+        Request::new(&prompt.ids, &limits, Sampling::at(self.mode.temperature), seed)
     }
 
     /// What is asked after an answer, if anything.

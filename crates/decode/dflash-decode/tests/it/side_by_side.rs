@@ -209,10 +209,10 @@ fn several_answers_at_a_time_are_those_of_one() {
     let report = place.evaluate_with(&settings, &GO).unwrap();
     report.check().unwrap();
     let names: Vec<_> =
-        report.results.iter().map(|one| (one.way.concurrency, one.draft.as_str())).collect();
+        report.results.iter().map(|one| (one.mode.concurrency, one.draft.as_str())).collect();
     let drafts = ["none", "draft", "ngram"];
-    let ways: Vec<_> = [1, 3].into_iter().flat_map(|n| drafts.map(|draft| (n, draft))).collect();
-    assert_eq!(names, ways);
+    let modes: Vec<_> = [1, 3].into_iter().flat_map(|n| drafts.map(|draft| (n, draft))).collect();
+    assert_eq!(names, modes);
     // The same prompts, the second turn's too, and texts of the same length.
     let shape = |result: usize| {
         let answers = report.results[result].answers.iter();

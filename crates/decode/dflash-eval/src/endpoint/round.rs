@@ -14,8 +14,8 @@ use tokio::task::JoinSet;
 use super::attempts::Attempts;
 use super::chat::{Manner, Reply, ask};
 use super::counters::Counters;
-use crate::Error;
 use super::server::Server;
+use crate::Error;
 
 /// Number of consecutive failed rows after which no more are sent.
 const GIVEN_UP: usize = 8;

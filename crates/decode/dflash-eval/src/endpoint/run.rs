@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::sets::{PromptSet, Rows, SetRow, locate, open_turns};
-use crate::{DraftFacts, EvalReport, Facts, Measured, SetFacts, Way, check_outputs, turns, write};
+use crate::{
+    DraftFacts, EvalMode, EvalReport, Facts, Measured, SetFacts, check_outputs, turns, write,
+};
 use dflash_chat::{Conversation, Row, parse_prompt_row};
 use dflash_hub::Hub;
 use dflash_io::{Progress, Unit, say};
@@ -13,9 +15,9 @@ use dflash_settings::{EvalSettings, NO_DRAFT, shown_endpoint};
 use tokio::sync::Mutex;
 
 use super::chat::Manner;
-use crate::Error;
 use super::round::{Dialogue, Outcome, Round, Shown};
 use super::server::Server;
+use crate::Error;
 
 /// How often a run checks the stop flag.
 const STOP_POLL: Duration = Duration::from_millis(100);
@@ -123,9 +125,9 @@ async fn measure(
         for one in asked.iter_mut() {
             for &temperature in &settings.temperature {
                 for &concurrency in &settings.concurrency {
-                    let way = Way { temperature, thinking, concurrency };
+                    let mode = EvalMode { temperature, thinking, concurrency };
                     let (measured, fault) =
-                        both(settings, &server, plain.as_ref(), &mut *one, way).await;
+                        both(settings, &server, plain.as_ref(), &mut *one, mode).await;
                     results.extend(measured);
                     last_fault = fault.or(last_fault);
                 }
@@ -150,22 +152,22 @@ async fn both(
     server: &Server,
     plain: Option<&Server>,
     asked: &mut Asked,
-    way: Way,
+    mode: EvalMode,
 ) -> (Vec<Measured>, Option<Error>) {
     let manner = Manner {
         max_tokens: settings.max_new_tokens,
-        temperature: way.temperature,
+        temperature: mode.temperature,
         seed: settings.seed,
-        thinking: way.thinking,
+        thinking: mode.thinking,
     };
     let servers: Vec<&Server> = plain.into_iter().chain([server]).collect();
-    let title = format!("eval {} {way}", asked.set.name);
+    let title = format!("eval {} {mode}", asked.set.name);
     let total = asked.dialogues.len() * servers.len();
     let shown = Arc::new(Mutex::new(Shown::new(Progress::new(title, Unit::Items, total as u64))));
     let mut rounds = Vec::new();
     for &server in &servers {
         let (dialogues, shown) = (Arc::clone(&asked.dialogues), Arc::clone(&shown));
-        let round = Round::new(server, manner, way.concurrency, dialogues, shown);
+        let round = Round::new(server, manner, mode.concurrency, dialogues, shown);
         round.warm_up().await;
         rounds.push(round);
     }
@@ -173,7 +175,7 @@ async fn both(
     // A single server takes no turns, and is kept busy from the first to the last row.
     let parts = match servers.len() {
         1 => std::iter::once(0..rows).collect(),
-        _ => turns::parts(rows, way.concurrency),
+        _ => turns::parts(rows, mode.concurrency),
     };
     for (number, rows) in parts.into_iter().enumerate() {
         for at in turns::order(number, servers.len(), 0) {
@@ -188,7 +190,7 @@ async fn both(
         asked.skipped = asked.skipped.max(skipped);
         asked.failed += failed;
         last_fault = fault.or(last_fault);
-        let measured = Measured::new(&name, way, draft, answers, whole, None, results.first());
+        let measured = Measured::new(&name, mode, draft, answers, whole, None, results.first());
         results.push(Measured { failed, ..measured });
     }
     (results, last_fault)

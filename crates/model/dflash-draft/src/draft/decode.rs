@@ -8,10 +8,10 @@ use dflash_kernels::decode::{
 };
 use dflash_kernels::gpu::KeyRoom;
 use dflash_kernels::kernels::Kernels;
+use dflash_tensor::attention_span::{AttentionSpan, Masks, causal_mask};
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::fused::{self, HeadOrder};
 use dflash_tensor::ops::{RotaryTables, attention, dense};
-use dflash_tensor::reach::{Masks, Reach, causal_mask};
 use dflash_torch_sys::flash::Window;
 use tch::{Kind, Tensor};
 
@@ -25,7 +25,7 @@ pub struct ContextCache {
     /// Per layer keys and values, [kv heads, capacity + B, D].
     layers: Vec<(Tensor, Tensor)>,
     /// The memory behind `layers` where few rows take the compiled passes.
-    few_rows: Option<Cache>,
+    packed_cache: Option<Cache>,
     /// Rotary tables of all positions there is room for.
     rope: RotaryTables,
     capacity: i64,
@@ -50,7 +50,7 @@ impl ContextCache {
 
     /// The next `rows` positions, where few rows are packed.
     fn rows(&self, rows: i64) -> Sequence<'_> {
-        let cache = self.few_rows.as_ref().expect("a cache of packed layers");
+        let cache = self.packed_cache.as_ref().expect("a cache of packed layers");
         Sequence { cache, start: self.length, rows }
     }
 }
@@ -58,14 +58,14 @@ impl ContextCache {
 /// The draft's layers on a CPU for a few rows, packed. Its calls take and fill slices, so that a step of
 /// decoding makes no tensor.
 #[derive(Debug)]
-pub struct FewRows {
+pub struct PackedDecoder {
     stack: Stack,
     fc: Matrix,
     /// Norms `[H]` of the joined context and of the last layer.
     norms: (Vec<f32>, Vec<f32>),
 }
 
-impl FewRows {
+impl PackedDecoder {
     /// Rows of a call at most.
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
@@ -178,8 +178,8 @@ impl Draft {
 
     /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16. Made with the
     /// first cache; the weights must not change after it.
-    pub fn few_rows(&self) -> Option<&FewRows> {
-        self.few_rows.get_or_init(|| FewRows::new(self)).as_ref()
+    pub fn packed_decoder(&self) -> Option<&PackedDecoder> {
+        self.packed_decoder.get_or_init(|| PackedDecoder::new(self)).as_ref()
     }
 
     /// How many positions a layer's slot sees, itself included; `None` for all.
@@ -198,13 +198,14 @@ impl Draft {
         let empty = || Tensor::zeros(shape, (self.flat.kind(), self.flat.device()));
         let positions: Vec<i64> = (0..rows).collect();
         let rope = self.tables(&positions);
-        let few_rows = self.few_rows().map(|few| few.stack.new_cache((&rope.cos_td, &rope.sin_td)));
-        let layer = |index: usize| match &few_rows {
+        let packed_cache =
+            self.packed_decoder().map(|few| few.stack.new_cache((&rope.cos_td, &rope.sin_td)));
+        let layer = |index: usize| match &packed_cache {
             None => (empty(), empty()),
             Some(held) => (held.keys(index), held.values(index)),
         };
         let layers = (0..c.layers.len()).map(layer).collect();
-        ContextCache { layers, few_rows, rope, capacity, length: 0 }
+        ContextCache { layers, packed_cache, rope, capacity, length: 0 }
     }
 
     /// Appends the features of accepted tokens: `features_tk` [T, K*H] of the positions that
@@ -231,7 +232,7 @@ impl Draft {
         let width = 2 * self.config.kv_width();
         // Many rows, where few are packed, take the weights as they lie: copies would gain nothing.
         let kv_all =
-            cache.few_rows.is_none().then(|| context.matmul(&self.decode_weights().context_kv));
+            cache.packed_cache.is_none().then(|| context.matmul(&self.decode_weights().context_kv));
         for (index, (layer, (k, v))) in self.views.layers.iter().zip(&cache.layers).enumerate() {
             let bias = layer.biases.as_ref().map(|bias| &bias.kv);
             let kv = match &kv_all {
@@ -262,9 +263,9 @@ impl Draft {
     }
 
     /// The packed weights, for a cache of them and `rows` few enough.
-    fn few_for(&self, cache: &ContextCache, rows: i64) -> Option<&FewRows> {
-        let few = cache.few_rows.is_some() && (1..=MAX_ROWS).contains(&rows);
-        if few { self.few_rows() } else { None }
+    fn few_for(&self, cache: &ContextCache, rows: i64) -> Option<&PackedDecoder> {
+        let few = cache.packed_cache.is_some() && (1..=MAX_ROWS).contains(&rows);
+        if few { self.packed_decoder() } else { None }
     }
 
     /// Runs one block: `block_bh` [B', H] are the embeddings of [bonus token, MASK, ...], the
@@ -347,7 +348,7 @@ impl Draft {
         }
         let mask = self.window(index).map(|window| {
             let make = || self.decode_mask(window, cache.length, slots);
-            shared.masks.of(Reach::Window(window), make)
+            shared.masks.of(AttentionSpan::Window(window), make)
         });
         let folded = q_jngd.flatten(1, 2).unsqueeze(0);
         let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), q_jngd.kind());
@@ -383,7 +384,7 @@ impl Draft {
         let (options, group) = ((Kind::Int64, self.device()), self.config.queries_per_kv());
         let slot = Tensor::arange(slots * group, options).divide_scalar_mode(group, "floor");
         let key = Tensor::arange(length + slots, options);
-        causal_mask(&(slot + length), &key, Reach::Window(window), self.flat.kind())
+        causal_mask(&(slot + length), &key, AttentionSpan::Window(window), self.flat.kind())
     }
 }
 

@@ -91,10 +91,10 @@ pub trait Head: Debug + Send {
         &self,
         chunk: &HeadChunk<'_>,
         logits_mv: &Tensor,
-        teacher_mv: Option<&Tensor>,
+        target_mv: Option<&Tensor>,
         sums: &mut MetricSums,
     ) -> Option<AuxiliaryLoss> {
-        let _ = (chunk, logits_mv, teacher_mv, sums);
+        let _ = (chunk, logits_mv, target_mv, sums);
         None
     }
 

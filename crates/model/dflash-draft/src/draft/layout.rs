@@ -27,8 +27,8 @@ pub enum Role {
 pub enum Fresh {
     /// Normal numbers of this standard deviation.
     Normal(f64),
-    /// Nearly the mean of the captured layers: see `fresh_fc`.
-    MeanOfCaptures,
+    /// Nearly the mean of the auxiliary layers: see `fresh_fc`.
+    MeanOfAuxLayers,
     /// One.
     Ones,
     /// Zero.
@@ -134,8 +134,8 @@ impl DraftLayout {
         let mut layout = Self { parameters, buckets, elements: 0, trunk };
         let h = config.hidden_size;
         let fc = ParameterSpec {
-            fresh: Fresh::MeanOfCaptures,
-            ..ParameterSpec::matrix("fc.weight", [h, config.captures() * h], 0.0)
+            fresh: Fresh::MeanOfAuxLayers,
+            ..ParameterSpec::matrix("fc.weight", [h, config.aux_layers() * h], 0.0)
         };
         layout.bucket(vec![fc, ParameterSpec::norm("hidden_norm.weight", h)]);
         for index in 0..config.layers.len() {

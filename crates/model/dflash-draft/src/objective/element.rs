@@ -23,7 +23,7 @@ pub(super) struct ChunkInput {
     /// The draft's logits, [m, V].
     pub(super) logits_mv: Tensor,
     /// The target's logits, [m, V].
-    pub(super) teacher_mv: Option<Tensor>,
+    pub(super) target_mv: Option<Tensor>,
     /// The data's tokens, `[m]`.
     pub(super) tokens_m: Tensor,
 }
@@ -126,13 +126,13 @@ pub(super) fn mixture(
     labels: LabelSource,
     weigh: impl Fn(&Tensor, &Tensor) -> Tensor,
 ) -> ChunkOutput {
-    let label_m = match (labels, &input.teacher_mv) {
-        (LabelSource::TeacherArgmax, Some(teacher_mv)) => teacher_mv.argmax(1, false),
-        (LabelSource::TeacherArgmax, None) => panic!("labels from a teacher need its logits"),
+    let label_m = match (labels, &input.target_mv) {
+        (LabelSource::TargetArgmax, Some(target_mv)) => target_mv.argmax(1, false),
+        (LabelSource::TargetArgmax, None) => panic!("labels from the target need its logits"),
         (LabelSource::Data, _) => input.tokens_m,
     };
     let correct_m = input.logits_mv.argmax(1, false).eq_tensor(&label_m);
-    let pair = Pair::new(&input.logits_mv, input.teacher_mv.as_ref(), &label_m);
+    let pair = Pair::new(&input.logits_mv, input.target_mv.as_ref(), &label_m);
     let ce_m = pair.cross_entropy();
     let mut total = ChunkOutput {
         loss_sum: Tensor::zeros([], (Kind::Double, ce_m.device())),
@@ -154,12 +154,8 @@ pub(super) fn mixture(
 }
 
 /// One term's losses `[m]` and gradients [m, V] for given logits; the target's decide the label.
-pub fn element_loss(
-    term: ElementLoss,
-    logits_mv: &Tensor,
-    teacher_mv: &Tensor,
-) -> (Tensor, Tensor) {
-    Pair::new(logits_mv, Some(teacher_mv), &teacher_mv.argmax(1, false)).evaluate(term)
+pub fn element_loss(term: ElementLoss, logits_mv: &Tensor, target_mv: &Tensor) -> (Tensor, Tensor) {
+    Pair::new(logits_mv, Some(target_mv), &target_mv.argmax(1, false)).evaluate(term)
 }
 
 /// Both distributions of a chunk.
@@ -167,25 +163,27 @@ struct Pair {
     log_q: Tensor,
     q: Tensor,
     /// log p and p.
-    teacher: Option<(Tensor, Tensor)>,
+    target_distribution: Option<(Tensor, Tensor)>,
     label_m1: Tensor,
 }
 
 impl Pair {
-    fn new(logits_mv: &Tensor, teacher_mv: Option<&Tensor>, label_m: &Tensor) -> Self {
+    fn new(logits_mv: &Tensor, target_mv: Option<&Tensor>, label_m: &Tensor) -> Self {
         let kind = logits_mv.kind();
         let log_q = logits_mv.log_softmax(-1, kind);
-        let teacher = teacher_mv.map(|logits| {
+        let target_distribution = target_mv.map(|logits| {
             let log_p = logits.log_softmax(-1, kind);
             let p = log_p.exp();
             (log_p, p)
         });
-        Self { q: log_q.exp(), log_q, teacher, label_m1: label_m.unsqueeze(1) }
+        Self { q: log_q.exp(), log_q, target_distribution, label_m1: label_m.unsqueeze(1) }
     }
 
-    fn teacher(&self) -> (&Tensor, &Tensor) {
-        let (log_p, p) =
-            self.teacher.as_ref().expect("losses between distributions have a teacher");
+    fn target_distribution(&self) -> (&Tensor, &Tensor) {
+        let (log_p, p) = self
+            .target_distribution
+            .as_ref()
+            .expect("losses between distributions have the target's distribution");
         (log_p, p)
     }
 
@@ -202,7 +200,7 @@ impl Pair {
             }
             ElementLoss::Kl => self.kl(),
             ElementLoss::ReverseKl => {
-                let ratio = &self.log_q - self.teacher().0;
+                let ratio = &self.log_q - self.target_distribution().0;
                 let loss = row_sum(&(&self.q * &ratio));
                 let gradient = &self.q * (ratio - loss.unsqueeze(1));
                 (loss, gradient)
@@ -227,14 +225,14 @@ impl Pair {
     }
 
     fn kl(&self) -> (Tensor, Tensor) {
-        let (log_p, p) = self.teacher();
+        let (log_p, p) = self.target_distribution();
         // p underflows to 0 where log p is very negative, and 0 log 0 counts as 0
         let loss = row_sum(&(p * (log_p - &self.log_q)));
         (loss, &self.q - p)
     }
 
     fn jsd(&self) -> (Tensor, Tensor) {
-        let (log_p, p) = self.teacher();
+        let (log_p, p) = self.target_distribution();
         let log_mix = self.log_q.logaddexp(log_p) - std::f64::consts::LN_2;
         let ratio = &self.log_q - &log_mix;
         let draft = row_sum(&(&self.q * &ratio));
@@ -244,7 +242,7 @@ impl Pair {
     }
 
     fn total_variation(&self) -> (Tensor, Tensor) {
-        let p = self.teacher().1;
+        let p = self.target_distribution().1;
         let loss = 1.0 - row_sum(&self.q.minimum(p));
         // d min(p, q) / dq: 1 where q is smaller, half where they tie
         let kind = self.q.kind();

@@ -14,7 +14,7 @@ pub enum LabelSource {
     /// The data's own. When the target wrote the answers greedily this is also its argmax.
     Data,
     /// The argmax of the target's distribution, within a pruned vocabulary the best id inside.
-    TeacherArgmax,
+    TargetArgmax,
 }
 
 /// A packed row as the labels see it.
@@ -35,7 +35,7 @@ pub struct BlockLabels {
     blocks: usize,
     slots: Vec<i64>,
     tokens: Vec<i64>,
-    teacher_rows: Vec<i64>,
+    distribution_rows: Vec<i64>,
     /// Of every slot of the row the data's token before the one that it predicts.
     previous: Vec<i64>,
     /// Supervised slots whose token the draft cannot say: no loss, but a miss in every metric.
@@ -71,17 +71,17 @@ impl BlockLabels {
         labels
     }
 
-    /// Labels from the `mask`, the token and the teacher's row of every slot.
+    /// Labels from the `mask`, the token and the target's row of every slot.
     pub fn from_slots(
         block: BlockShape,
         mask: &[bool],
         tokens: &[i64],
-        teacher_rows: &[i64],
+        distribution_rows: &[i64],
     ) -> Self {
         let blocks = mask.len() / block.rows;
         let mut labels = Self { block, blocks, ..Self::default() };
         for slot in (0..mask.len()).filter(|&slot| mask[slot]) {
-            labels.push(slot as i64, tokens[slot], teacher_rows[slot], None);
+            labels.push(slot as i64, tokens[slot], distribution_rows[slot], None);
         }
         labels
     }
@@ -90,7 +90,7 @@ impl BlockLabels {
         &mut self,
         slot: i64,
         token: i64,
-        teacher_row: i64,
+        distribution_row: i64,
         vocabulary: Option<&DraftVocabulary>,
     ) {
         let token = vocabulary.map_or(token, |vocabulary| vocabulary.draft_id(token));
@@ -99,7 +99,7 @@ impl BlockLabels {
         } else {
             self.slots.push(slot);
             self.tokens.push(token);
-            self.teacher_rows.push(teacher_row);
+            self.distribution_rows.push(distribution_row);
         }
     }
 
@@ -124,8 +124,8 @@ impl BlockLabels {
     }
 
     /// For each slot that carries loss, the position whose hidden state predicts its token.
-    pub fn teacher_rows(&self) -> &[i64] {
-        &self.teacher_rows
+    pub fn distribution_rows(&self) -> &[i64] {
+        &self.distribution_rows
     }
 
     /// Index ranges of [`Self::slots`] of at most `rows` slots (but at least one block), cut
@@ -149,9 +149,9 @@ impl BlockLabels {
         chunks
     }
 
-    /// The teacher's rows of all slots that carry loss, `[M]` int64.
-    pub fn teacher_rows_on(&self, device: Device) -> Tensor {
-        upload(&self.teacher_rows, device)
+    /// The target's rows of all slots that carry loss, `[M]` int64.
+    pub fn distribution_rows_on(&self, device: Device) -> Tensor {
+        upload(&self.distribution_rows, device)
     }
 
     /// Of every slot of the row, supervised or not, the data's token before the one that it predicts, by the
@@ -196,7 +196,7 @@ mod tests {
         // block 1 at 4: position 5 is masked, 6 counts, 7 does not exist
         assert_eq!(labels.slots, [1, 2, 6]);
         assert_eq!(labels.tokens, [12, 13, 22]);
-        assert_eq!(labels.teacher_rows, [1, 2, 5]);
+        assert_eq!(labels.distribution_rows, [1, 2, 5]);
         assert_eq!(labels.previous, [11, 11, 12, 13, 20, 20, 21, 22]);
     }
 
@@ -207,7 +207,7 @@ mod tests {
         // block 0 at 0: positions 1, 2 and 3; block 1 at 4: 5 is masked, 6, and 7 does not exist
         assert_eq!(labels.slots, [0, 1, 2, 4]);
         assert_eq!(labels.tokens, [11, 12, 13, 22]);
-        assert_eq!(labels.teacher_rows, [0, 1, 2, 5]);
+        assert_eq!(labels.distribution_rows, [0, 1, 2, 5]);
         assert_eq!(labels.previous, [10, 11, 12, 20, 21, 22]);
     }
 

@@ -15,7 +15,7 @@ pub(crate) struct Slot {
     /// Index of the data's token in the draft's vocabulary.
     pub(crate) label: usize,
     /// Row of the target that predicts it.
-    pub(crate) teacher_row: usize,
+    pub(crate) distribution_row: usize,
 }
 
 /// Everything but the draft's hidden states.
@@ -94,10 +94,10 @@ impl Reference {
         let of = |slot: &Slot| {
             let row = (slot.block * self.block_size + slot.k) * width;
             let q = softmax(&hidden[row..row + width], &self.head);
-            let p = softmax(&self.target[slot.teacher_row], &self.head);
+            let p = softmax(&self.target[slot.distribution_row], &self.head);
             let label = match labels {
                 LabelSource::Data => slot.label,
-                LabelSource::TeacherArgmax => argmax(&p),
+                LabelSource::TargetArgmax => argmax(&p),
             };
             Distributions { p, q, label }
         };

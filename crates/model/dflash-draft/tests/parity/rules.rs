@@ -3,8 +3,8 @@
 use dflash_draft::BlockShape;
 use dflash_draft::attention::{BlockPlan, Visibility, WindowRule};
 use dflash_draft::objective::{
-    BlockLabels, DraftVocabulary, HeadPass, LK_ETA, MASKED_SLOTS_EPSILON, NLA_EPSILON, Teacher,
-    decay_weights, dpace_weights, element_loss,
+    BlockLabels, DraftVocabulary, HeadPass, LK_ETA, MASKED_SLOTS_EPSILON, NLA_EPSILON,
+    TargetDistribution, decay_weights, dpace_weights, element_loss,
 };
 use dflash_golden::{Case, Check};
 use dflash_tensor::LogitTransform;
@@ -148,14 +148,14 @@ fn metrics(Case { value: case, section, .. }: &Case) {
     let rows: Vec<i64> = (0..mask.len() as i64).collect();
     let block = block(case, int(section, "block_size"));
     let labels = BlockLabels::from_slots(block, &mask, &rows, &rows);
-    let rows_m = labels.teacher_rows_on(place().device);
+    let rows_m = labels.distribution_rows_on(place().device);
     let output = LogitTransform::identity();
     let head_vh = identity.shallow_clone();
-    let teacher = Teacher { normed_rh: targets, rows_m, head_vh, output };
+    let target_distribution = TargetDistribution { normed_rh: targets, rows_m, head_vh, output };
     for kernels in PATHS {
         no_grad(|| {
             let (_, gradient) = check_metrics(&objective(case, kernels), &case["metrics"], |o| {
-                o.evaluate(HeadPass::plain(&identity), &logits, &labels, Some(&teacher))
+                o.evaluate(HeadPass::plain(&identity), &logits, &labels, Some(&target_distribution))
             });
             assert_close("gradient", &gradient, &matrix(&case["grad_logits"]), 1e-4);
         });

@@ -5,7 +5,7 @@ use std::path::Path;
 use dflash_draft::attention::WindowRule;
 use dflash_draft::objective::{
     BlockLabels, Confidence, Denominator, ElementLoss, HeadPass, LabelSource, LossOutput,
-    Objective, StatisticsReport, Teacher, Weighting,
+    Objective, StatisticsReport, TargetDistribution, Weighting,
 };
 use dflash_draft::{
     BlockShape, Draft, DraftConfig, DraftViews, HeadFields, Keep, LayerKind, PackedInput,
@@ -29,7 +29,12 @@ pub(crate) fn check(path: &Path, kernels: Kernels) {
         case.check_outputs(&hidden);
         let head = case.vectors.tensor("w.lm_head.weight");
         let evaluate = |objective: &Objective| {
-            objective.evaluate(HeadPass::plain(&head), &hidden, &case.labels, Some(&case.teacher))
+            objective.evaluate(
+                HeadPass::plain(&head),
+                &hidden,
+                &case.labels,
+                Some(&case.target_distribution),
+            )
         };
         let metrics = case.vectors.json("metrics");
         let (report, dhidden) = check_metrics(&case.objective, &metrics, evaluate);
@@ -44,7 +49,7 @@ struct Case {
     input: PackedInput,
     objective: Objective,
     labels: BlockLabels,
-    teacher: Teacher,
+    target_distribution: TargetDistribution,
     /// Slots of the blocks whose anchor is valid.
     slots: Tensor,
 }
@@ -69,15 +74,18 @@ impl Case {
         let input = packed_input(&vectors, &stored, &draft, &anchors);
         let first_predicting = usize::from(!stored["sample_from_anchor"].as_bool().unwrap());
         let block = BlockShape { rows, first_predicting };
-        let teacher = teacher(&vectors, &stored, &slots);
+        let target_distribution = target_distribution(&vectors, &stored, &slots);
         let labels = labels(&vectors, block, &slots);
-        let teacher = Teacher { rows_m: labels.teacher_rows_on(draft.device()), ..teacher };
+        let target_distribution = TargetDistribution {
+            rows_m: labels.distribution_rows_on(draft.device()),
+            ..target_distribution
+        };
         let settings: Value = ["loss_fn", "per_position_loss_weight", "gamma", "dpace_alpha"]
             .map(|key| (key.to_owned(), Value::from(vectors.note(key))))
             .into_iter()
             .collect();
         let objective = objective(&settings, kernels);
-        Self { vectors, draft, input, objective, labels, teacher, slots }
+        Self { vectors, draft, input, objective, labels, target_distribution, slots }
     }
 
     fn check_outputs(&self, hidden: &Tensor) {
@@ -175,20 +183,20 @@ fn packed_input(
 
 /// The target's distribution rows, checked against the stored targets. In the file's kind: in
 /// bfloat16 another token may come first, and that would be another label.
-fn teacher(vectors: &Vectors, stored: &Value, slots: &Tensor) -> Teacher {
+fn target_distribution(vectors: &Vectors, stored: &Value, slots: &Tensor) -> TargetDistribution {
     let eps = stored["rms_norm_eps"].as_f64().unwrap();
     let last = vectors.stored("in.verifier_last_hidden_states").squeeze_dim(0);
     let normed_rh = rms_norm(&last, &vectors.stored("w.verifier_norm.weight"), eps);
     let head = vectors.stored("w.verifier_lm_head.weight");
-    let rows_m = on_device(&teacher_rows(vectors, stored)).index_select(0, slots);
+    let rows_m = on_device(&distribution_rows(vectors, stored)).index_select(0, slots);
     let targets = normed_rh.index_select(0, &rows_m).matmul(&head.tr());
     let expected = vectors.row("out.targets").index_select(0, slots);
     assert_close("targets", &targets, &expected, TOLERANCE);
     let output = LogitTransform::identity();
-    Teacher { normed_rh, rows_m, head_vh: head, output }
+    TargetDistribution { normed_rh, rows_m, head_vh: head, output }
 }
 
-fn teacher_rows(vectors: &Vectors, stored: &Value) -> Vec<i64> {
+fn distribution_rows(vectors: &Vectors, stored: &Value) -> Vec<i64> {
     let length = vectors.row("in.input_ids").size()[0];
     let shift = i64::from(!stored["sample_from_anchor"].as_bool().unwrap());
     vectors
@@ -207,7 +215,7 @@ fn labels(vectors: &Vectors, block: BlockShape, slots: &Tensor) -> BlockLabels {
     let take = |x: &Tensor| Vec::<i64>::try_from(x.index_select(0, slots)).unwrap();
     let mask_tensor = vectors.row("out.aligned_loss_mask").to_kind(Kind::Int64);
     let mask: Vec<bool> = take(&mask_tensor).iter().map(|&m| m != 0).collect();
-    let rows = take(&on_device(&teacher_rows(vectors, &stored)));
+    let rows = take(&on_device(&distribution_rows(vectors, &stored)));
     BlockLabels::from_slots(block, &mask, &vec![0; mask.len()], &rows)
 }
 
@@ -231,7 +239,7 @@ pub(crate) fn objective(case: &Value, kernels: Kernels) -> Objective {
         terms: terms(&case["loss_fn"]),
         weighting,
         denominator: Denominator::MaskedSlots,
-        labels: LabelSource::TeacherArgmax,
+        labels: LabelSource::TargetArgmax,
         // a block or two at a time
         chunk_bytes: 1 << 12,
         kernels,
@@ -288,7 +296,7 @@ pub(crate) fn check_metrics(
     let epsilon = objective.denominator.epsilon();
     let output = evaluate(objective);
     let report = output.statistics.report(epsilon);
-    if place().is_pretended {
+    if place().is_fake_cuda {
         return (report, output.dhidden_nh);
     }
     near("loss", report.loss, ratio("loss").unwrap());

@@ -64,9 +64,9 @@ pub(super) struct Pass {
     pub(super) rows: i64,
     pub(super) unread: i64,
     pub(super) x: *mut f32,
-    pub(super) capture_ids: *const u32,
-    pub(super) capture_count: i64,
-    pub(super) captures: *mut f32,
+    pub(super) aux_layer_ids: *const u32,
+    pub(super) aux_layer_count: i64,
+    pub(super) aux_states: *mut f32,
     pub(super) final_norm: *const f32,
     pub(super) scratch: *mut f32,
 }

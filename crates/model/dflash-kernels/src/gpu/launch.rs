@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::image;
 
 unsafe extern "C" {
-    fn dflash_rehearse(
+    fn dflash_emulate(
         name: *const c_char,
         blocks: u32,
         threads: u32,
@@ -19,7 +19,7 @@ unsafe extern "C" {
         bytes: usize,
     ) -> Failure;
     #[cfg(test)]
-    fn dflash_rehearsed_kernel(index: usize, bytes: *mut usize) -> *const c_char;
+    fn dflash_emulated_kernel(index: usize, bytes: *mut usize) -> *const c_char;
 }
 
 /// Where the kernels run.
@@ -28,7 +28,7 @@ pub enum Runner {
     /// On the GPU of this number, behind what libtorch put on its current stream.
     Gpu(usize),
     /// On CPU tensors, thread by thread: slow, for tests.
-    Rehearsal,
+    Emulation,
 }
 
 impl Runner {
@@ -36,12 +36,12 @@ impl Runner {
         x.device()
             == match self {
                 Self::Gpu(index) => Device::Cuda(index),
-                Self::Rehearsal => Device::Cpu,
+                Self::Emulation => Device::Cpu,
             }
     }
 
-    fn is_pretended(self) -> bool {
-        self != Self::Rehearsal && trace::is_pretended()
+    fn is_fake_cuda(self) -> bool {
+        self != Self::Emulation && trace::is_fake_cuda()
     }
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Launch<'a> {
 }
 
 impl Launch<'_> {
-    /// Starts it. `arguments` makes the kernel's struct; where the GPU is pretended there are no
+    /// Starts it. `arguments` makes the kernel's struct; where the CUDA device is fake there are no
     /// pointers, and it is not called.
     ///
     /// # Panics
@@ -79,7 +79,7 @@ impl Launch<'_> {
         if self.blocks == 0 {
             return;
         }
-        if runner.is_pretended() {
+        if runner.is_fake_cuda() {
             return trace::own_kernel(name, self.reads, self.writes);
         }
         let blocks = u32::try_from(self.blocks).expect("a row has fewer than 2^32 blocks");
@@ -93,8 +93,8 @@ impl Launch<'_> {
             match runner {
                 Runner::Gpu(index) => image::launch(index, (name, self.instance), size, place)
                     .map_err(|error| error.to_string()),
-                Runner::Rehearsal => {
-                    rehearse(&(name.to_owned() + self.instance), size, place, size_of::<A>())
+                Runner::Emulation => {
+                    emulate(&(name.to_owned() + self.instance), size, place, size_of::<A>())
                 }
             }
         };
@@ -112,7 +112,7 @@ pub(super) struct Size {
 
 /// # Safety
 /// `arguments` is the kernel's struct, whose pointers are good.
-unsafe fn rehearse(
+unsafe fn emulate(
     name: &str,
     size: Size,
     arguments: *mut c_void,
@@ -122,7 +122,7 @@ unsafe fn rehearse(
     let Size { blocks, threads, shared } = size;
     // SAFETY: the caller's; the name ends with NUL.
     let failure =
-        unsafe { dflash_rehearse(name.as_ptr(), blocks, threads, shared, arguments, bytes) };
+        unsafe { dflash_emulate(name.as_ptr(), blocks, threads, shared, arguments, bytes) };
     failure.message().map_or(Ok(()), Err)
 }
 
@@ -163,10 +163,10 @@ impl Moves {
     }
 }
 
-/// Whether `x` begins at a multiple of `elements`. A pretended tensor has no address, and is taken to.
+/// Whether `x` begins at a multiple of `elements`. A fake tensor has no address, and is taken to.
 pub(super) fn begins_at_multiple(runner: Runner, x: &Tensor, elements: usize) -> bool {
     let bytes = elements * x.kind().elt_size_in_bytes();
-    runner.is_pretended() || (x.data_ptr() as usize).is_multiple_of(bytes)
+    runner.is_fake_cuda() || (x.data_ptr() as usize).is_multiple_of(bytes)
 }
 
 /// Names and bytes of the structs of all kernels that the source has.
@@ -177,7 +177,7 @@ pub(super) fn kernels() -> Vec<(String, usize)> {
     // SAFETY: null, or a static text.
     unsafe {
         loop {
-            let name = dflash_rehearsed_kernel(all.len(), &mut bytes);
+            let name = dflash_emulated_kernel(all.len(), &mut bytes);
             if name.is_null() {
                 return all;
             }
@@ -193,7 +193,7 @@ mod tests {
     fn run<A: Copy>(name: &str, threads: u32, mut arguments: A) -> Result<(), String> {
         let size = Size { blocks: 1, threads, shared: 4096 };
         // SAFETY: each is refused before its struct is read.
-        unsafe { rehearse(name, size, (&raw mut arguments).cast(), size_of::<A>()) }
+        unsafe { emulate(name, size, (&raw mut arguments).cast(), size_of::<A>()) }
     }
 
     #[test]

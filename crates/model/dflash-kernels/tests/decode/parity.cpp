@@ -343,10 +343,10 @@ Outcome pass(const Level& level, const Model& m, DflashProducts products,
                     m.sine.data() + at});
     rows += s.rows;
   }
-  const uint32_t captured = static_cast<uint32_t>(m.c.layers - 1);
+  const uint32_t aux_layer = static_cast<uint32_t>(m.c.layers - 1);
   Outcome out{std::move(x), Floats(rows * m.c.hidden)};
   const DflashPass work{&raw.shape, raw.layers.data(), list.data(), m.c.layers,
-                        static_cast<int64_t>(list.size()), rows, unread, out.x.data(), &captured, 1,
+                        static_cast<int64_t>(list.size()), rows, unread, out.x.data(), &aux_layer, 1,
                         out.states.data(), nullptr, nullptr};
   run(level.pass, work, threads, dflash_decode_pass_scratch, dissolved);
   return out;

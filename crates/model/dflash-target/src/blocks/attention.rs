@@ -7,14 +7,14 @@ use std::ops::Range;
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::{AttentionSpan, Place};
 use dflash_tensor::ops::{Scores, accumulate_kind, reciprocal_rms};
-use dflash_tensor::reach::{Place, Reach};
 use tch::{Kind, Tensor};
 
 use crate::TargetConfig;
-use crate::divided::{Divisible, Shard};
 use crate::heads::FusedHeads;
 use crate::layer::{Memory, Pass, Projected, RmsNorm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Numbers of heads and their width.
@@ -28,7 +28,7 @@ pub(crate) struct Heads {
 
 impl Heads {
     /// What ranks divide among themselves.
-    pub(crate) fn divided(self) -> Vec<Divisible> {
+    pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         vec![
             Divisible::new("num_attention_heads", self.query),
             Divisible { is_repeated: true, ..Divisible::new("num_key_value_heads", self.key) },
@@ -162,7 +162,7 @@ pub(crate) struct TogetherNorms {
 impl TogetherNorms {
     /// Queries [T, N*D] and keys [T, M*D], normed.
     fn apply(&self, q: &Tensor, k: &Tensor) -> (Tensor, Tensor) {
-        if !self.shard.is_divided() {
+        if !self.shard.is_parallel() {
             return (self.query.of(q), self.key.of(k));
         }
         let squares = |x: &Tensor| {
@@ -208,7 +208,7 @@ pub(crate) struct AttentionSpec<'a> {
     pub(crate) layer: usize,
     pub(crate) hidden: i64,
     pub(crate) heads: Heads,
-    pub(crate) reach: Reach,
+    pub(crate) attention_span: AttentionSpan,
     /// Which of the pass's rotary embeddings turns queries and keys; `None` where nothing does.
     pub(crate) rotary: Option<usize>,
     pub(crate) norms: HeadNorms,
@@ -228,7 +228,7 @@ pub(crate) struct AttentionSpec<'a> {
 pub(crate) struct SelfAttention {
     layer: usize,
     heads: Heads,
-    reach: Reach,
+    attention_span: AttentionSpan,
     rotary: Option<usize>,
     norms: HeadNorms,
     qkv: Linear,
@@ -250,7 +250,7 @@ impl SelfAttention {
         Ok(Self {
             layer: spec.layer,
             heads: spec.heads.own(&init.shard),
-            reach: spec.reach,
+            attention_span: spec.attention_span,
             rotary: spec.rotary,
             norms: spec.norms,
             qkv: init.linear(&LinearSpec {
@@ -306,7 +306,10 @@ impl SelfAttention {
         let projected = self.project(x_th, pass);
         let sinks_nr = self.sinks_n1.as_ref();
         let scores = Scores { scale: self.scale, softcap: self.softcap, sinks_nr };
-        pass.attend.attend(Place { layer: self.layer, reach: self.reach, scores }, &projected)
+        pass.attend.attend(
+            Place { layer: self.layer, attention_span: self.attention_span, scores },
+            &projected,
+        )
     }
 
     fn project(&self, x_th: &Tensor, pass: &Pass<'_>) -> Projected {

@@ -11,8 +11,8 @@
 use dflash_tensor::ops::{accumulate_kind, reciprocal_rms};
 use tch::{Kind, Tensor};
 
-use crate::divided::{Divisible, Shard};
 use crate::layer::{Recurrence, State};
+use crate::parallel::{Divisible, Shard};
 
 /// Tokens of a chunk, as in the released kernels: its system costs their square, the memory's update
 /// one product for all of them.
@@ -50,7 +50,7 @@ impl DeltaHeads {
     }
 
     /// What ranks divide among themselves: key heads, each with the value heads that read it.
-    pub(crate) fn divided(self) -> Vec<Divisible> {
+    pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         vec![
             Divisible::new("linear_num_key_heads", self.keys),
             Divisible::new("linear_num_value_heads", self.values),

@@ -9,7 +9,7 @@ use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
 use tch::{Device, Kind, Tensor};
 
-use crate::divided::Shard;
+use crate::parallel::Shard;
 use crate::parameters::Init;
 
 mod weights;
@@ -20,7 +20,7 @@ pub(crate) use weights::{ExpertsSpec, Stored};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Routing {
     /// Experts of a token.
-    pub(crate) chosen: i64,
+    pub(crate) top_k: i64,
     pub(crate) scores: Scores,
     /// Whether the shares of a token's experts are divided by their sum.
     pub(crate) normalised: bool,
@@ -36,7 +36,7 @@ pub(crate) enum Scores {
     /// Softmax over all experts.
     Softmax,
     /// The logits choose; the shares are the softmax over the chosen ones.
-    SoftmaxOfChosen,
+    SoftmaxOfTopK,
     /// Sigmoid of each.
     Sigmoid,
 }
@@ -136,11 +136,11 @@ impl Router {
 
     /// The experts of each of the tokens `x_th` [T, H].
     pub(crate) fn route(&self, x_th: &Tensor) -> Routed {
-        let Routing { chosen, scores, normalised, scale, groups } = self.routing;
+        let Routing { top_k, scores, normalised, scale, groups } = self.routing;
         let logits_te = x_th.to_kind(Kind::Float).linear(&self.weight_eh, self.bias_e.as_ref());
         let scores_te = match scores {
             Scores::Softmax => logits_te.softmax(-1, Kind::Float),
-            Scores::SoftmaxOfChosen => logits_te,
+            Scores::SoftmaxOfTopK => logits_te,
             Scores::Sigmoid => logits_te.sigmoid(),
         };
         let mut choice_te = match &self.correction_e {
@@ -150,9 +150,9 @@ impl Router {
         if let Some(groups) = groups {
             choice_te = groups.mask(&choice_te);
         }
-        let experts_tk = choice_te.topk(chosen, -1, true, true).1;
+        let experts_tk = choice_te.topk(top_k, -1, true, true).1;
         let mut shares_tk = scores_te.gather(1, &experts_tk, false);
-        if scores == Scores::SoftmaxOfChosen {
+        if scores == Scores::SoftmaxOfTopK {
             shares_tk = shares_tk.softmax(-1, Kind::Float);
         }
         if normalised {
@@ -214,16 +214,16 @@ pub(crate) struct Experts {
 impl Experts {
     /// What the experts make of `x_th` [T, H], summed with their shares.
     pub(crate) fn forward(&self, x_th: &Tensor, routed: &Routed) -> Tensor {
-        let (kind, chosen) = (x_th.kind(), routed.experts_tk.size()[1]);
+        let (kind, top_k) = (x_th.kind(), routed.experts_tk.size()[1]);
         // Stable, so that the rows of an expert keep the tokens' order.
         let (expert_r, order_r) = routed.experts_tk.reshape([-1]).sort_stable(true, 0, false);
-        if self.shard.is_divided() {
-            return self.divided(x_th, routed, &expert_r, &order_r);
+        if self.shard.is_parallel() {
+            return self.parallel(x_th, routed, &expert_r, &order_r);
         }
         let out_rh = self.rows(x_th, routed, expert_r, &order_r);
         let hidden = out_rh.size()[1];
         let of_token = out_rh.index_select(0, &order_r.argsort(0, false));
-        let sum = of_token.view([-1, chosen, hidden]).sum_dim_intlist(
+        let sum = of_token.view([-1, top_k, hidden]).sum_dim_intlist(
             [1i64].as_slice(),
             false,
             Kind::Float,
@@ -233,7 +233,7 @@ impl Experts {
 
     /// As [`Self::forward`], by a rank that has some of the experts: their rows lie together among the
     /// sorted ones, and the rest are the others' to add.
-    fn divided(
+    fn parallel(
         &self,
         x_th: &Tensor,
         routed: &Routed,
@@ -260,8 +260,8 @@ impl Experts {
     /// The outputs [R, H] of the rows `order_r` `[R]` (a token and one of its experts), which are sorted
     /// by expert, with their shares.
     fn rows(&self, x_th: &Tensor, routed: &Routed, expert_r: Tensor, order_r: &Tensor) -> Tensor {
-        let (kind, chosen) = (x_th.kind(), routed.experts_tk.size()[1]);
-        let token_r = order_r.divide_scalar_mode(chosen, "floor");
+        let (kind, top_k) = (x_th.kind(), routed.experts_tk.size()[1]);
+        let token_r = order_r.divide_scalar_mode(top_k, "floor");
         let share_r1 = routed.shares_tk.reshape([-1, 1]).index_select(0, order_r);
         let mut x_rh = x_th.index_select(0, &token_r);
         if self.weighed == Weighed::Inputs {

@@ -6,7 +6,7 @@ use dflash_tensor::{Result, fused};
 use tch::Tensor;
 
 use super::experts::{Experts, ExpertsSpec, Gated, Router, RouterSpec, Routing, Stored, Weighed};
-use crate::divided::{Divisible, Shard};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// The activation under `key`, by its names in Transformers.
@@ -152,7 +152,7 @@ pub(crate) struct MixtureSizes {
     /// Experts of a layer.
     pub(crate) experts: i64,
     /// Those of a token.
-    pub(crate) chosen: i64,
+    pub(crate) top_k: i64,
     /// Width of an expert.
     pub(crate) inner: i64,
     /// Width of the shared expert; 0 where there is none.
@@ -163,12 +163,12 @@ pub(crate) struct MixtureSizes {
 
 impl MixtureSizes {
     /// Elements of the matrices that a token of `hidden` numbers meets.
-    pub(crate) fn met(self, hidden: i64, is_sparse: bool) -> f64 {
-        self.elements(hidden, is_sparse, (self.chosen, &Shard::WHOLE))
+    pub(crate) fn active_params(self, hidden: i64, is_sparse: bool) -> f64 {
+        self.elements(hidden, is_sparse, (self.top_k, &Shard::WHOLE))
     }
 
     /// Elements of the matrices that a rank with `shard` keeps: of the router all.
-    pub(crate) fn stored(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
+    pub(crate) fn stored_params(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
         self.elements(hidden, is_sparse, (shard.share(self.experts), shard))
     }
 
@@ -183,7 +183,7 @@ impl MixtureSizes {
     }
 
     /// What ranks divide among themselves: experts, and the widths of MLPs.
-    pub(crate) fn divided(self) -> Vec<Divisible> {
+    pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         let sizes = [
             Divisible::new("the number of experts", self.experts),
             Divisible::new("the shared expert's width", self.shared),
@@ -194,7 +194,7 @@ impl MixtureSizes {
 
     /// Numbers that a token takes at the widest moment: inputs, inner numbers and outputs of its experts.
     pub(crate) fn widest(self, hidden: i64) -> f64 {
-        let sparse = 4 * hidden + self.chosen * (2 * hidden + 3 * self.inner) + 3 * self.shared;
+        let sparse = 4 * hidden + self.top_k * (2 * hidden + 3 * self.inner) + 3 * self.shared;
         sparse.max(4 * hidden + 3 * self.dense) as f64
     }
 }
@@ -248,7 +248,7 @@ impl MixtureStorage {
 impl FeedForwardSpec {
     /// An MLP in every layer.
     pub(crate) fn mlp(inner: i64, gated: Gated) -> Self {
-        let sizes = MixtureSizes { experts: 0, chosen: 0, inner: 0, shared: 0, dense: inner };
+        let sizes = MixtureSizes { experts: 0, top_k: 0, inner: 0, shared: 0, dense: inner };
         let stored = MixtureStorage::USUAL;
         Self { sizes, fused: false, gated, routing: None, stored }
     }

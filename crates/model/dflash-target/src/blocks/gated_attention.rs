@@ -5,8 +5,8 @@
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::{AttentionSpan, Place};
 use dflash_tensor::ops::Scores;
-use dflash_tensor::reach::{Place, Reach};
 use tch::Tensor;
 
 use crate::TargetConfig;
@@ -78,7 +78,11 @@ impl GatedAttention {
             kernels: self.kernels,
             are_kept: false,
         };
-        let place = Place { layer: self.layer, reach: Reach::All, scores: Scores::default() };
+        let place = Place {
+            layer: self.layer,
+            attention_span: AttentionSpan::All,
+            scores: Scores::default(),
+        };
         let attended = pass.attend.attend(place, &projected);
         self.output.add_to(residual_th, &(attended * gate_tnd.sigmoid().flatten(1, 2)))
     }

@@ -3,17 +3,17 @@
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::ops::Rotary;
-use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::Rope;
 use tch::{Device, Tensor};
 
 use super::attention::{AttentionSpec, HeadNorms, Heads, SelfAttention, Temperature};
 use super::feed_forward::{FeedForward, FeedForwardSpec};
 use crate::TargetConfig;
-use crate::divided::{Divisible, Shard};
 use crate::families::Architecture;
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::Init;
 
 /// A family of such layers: its dimensions and choices.
@@ -40,7 +40,7 @@ pub(crate) struct PreNormFamily {
 /// What layers of a family may differ in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LayerChoice {
-    pub(crate) reach: Reach,
+    pub(crate) attention_span: AttentionSpan,
     /// Whether queries and keys are turned by the rotary embedding.
     pub(crate) rotates: bool,
     /// Whether it has experts.
@@ -74,15 +74,28 @@ impl PreNormFamily {
             sinks: false,
             temperature: None,
             rope,
-            layers: vec![LayerChoice { reach: Reach::All, rotates: true, is_sparse }; layers],
+            layers: vec![
+                LayerChoice {
+                    attention_span: AttentionSpan::All,
+                    rotates: true,
+                    is_sparse
+                };
+                layers
+            ],
             module: "mlp",
             feed_forward,
         }
     }
 
-    /// The same with each layer seeing as far as `reaches` says.
-    pub(crate) fn reaching(mut self, reaches: impl IntoIterator<Item = Reach>) -> Self {
-        self.layers.iter_mut().zip(reaches).for_each(|(layer, reach)| layer.reach = reach);
+    /// The same with each layer seeing as far as `attention_spans` says.
+    pub(crate) fn with_attention_spans(
+        mut self,
+        attention_spans: impl IntoIterator<Item = AttentionSpan>,
+    ) -> Self {
+        self.layers
+            .iter_mut()
+            .zip(attention_spans)
+            .for_each(|(layer, attention_span)| layer.attention_span = attention_span);
         self
     }
 
@@ -105,7 +118,7 @@ impl PreNormFamily {
 impl Architecture for PreNormFamily {
     fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
         let within = |part: &str| init.path(&format!("layers.{number}.{part}"));
-        let LayerChoice { reach, rotates, is_sparse } = self.layers[number];
+        let LayerChoice { attention_span, rotates, is_sparse } = self.layers[number];
         let hidden = config.hidden_size;
         let norm = |name: &str| init.rms_norm(&within(&format!("{name}.weight")), hidden, config);
         let attention = within("self_attn");
@@ -118,7 +131,7 @@ impl Architecture for PreNormFamily {
                 layer: number,
                 hidden,
                 heads: self.heads,
-                reach,
+                attention_span,
                 rotary: rotates.then_some(0),
                 norms,
                 bias: self.bias,
@@ -140,25 +153,25 @@ impl Architecture for PreNormFamily {
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let (hidden, sizes) = (config.hidden_size, self.feed_forward.sizes);
-        self.heads.elements(hidden) + sizes.met(hidden, self.layers[number].is_sparse)
+        self.heads.elements(hidden) + sizes.active_params(hidden, self.layers[number].is_sparse)
     }
 
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let (hidden, sizes) = (config.hidden_size, self.feed_forward.sizes);
         let attention = self.heads.own(shard).elements(hidden);
-        attention + sizes.stored(hidden, self.layers[number].is_sparse, shard)
+        attention + sizes.stored_params(hidden, self.layers[number].is_sparse, shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
         self.heads.pair_flops()
     }
 
-    fn reach(&self, number: usize) -> Reach {
-        self.layers[number].reach
+    fn attention_span(&self, number: usize) -> AttentionSpan {
+        self.layers[number].attention_span
     }
 
-    fn divided(&self) -> Vec<Divisible> {
-        [self.heads.divided(), self.feed_forward.sizes.divided()].concat()
+    fn parallel_sizes(&self) -> Vec<Divisible> {
+        [self.heads.parallel_sizes(), self.feed_forward.sizes.parallel_sizes()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

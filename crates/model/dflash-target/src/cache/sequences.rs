@@ -4,14 +4,14 @@
 //! in [`super`]; `t` counts the tokens of all sequences, laid end to end.
 
 use dflash_kernels::decode::Cache;
-use dflash_tensor::reach::Place;
+use dflash_tensor::attention_span::Place;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{CachedAttention, Held, KvCache};
 use crate::blocks::latent::Latent;
 use crate::layer::{Attend, Pass, Projected, Recurrence};
 use crate::rotary::HeadTables;
-use crate::{CachedOutput, FewRows, Target};
+use crate::{CachedOutput, PackedDecoder, Target};
 
 /// A sequence and the number of its tokens in the pass.
 #[derive(Debug)]
@@ -29,21 +29,21 @@ impl KvCache {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
         let bytes = |held: &Held| match held {
             // They are views of the packed memory, which has more than its rows.
-            Held::Keys(_) if self.few_rows.is_some() => 0,
+            Held::Keys(_) if self.packed_cache.is_some() => 0,
             Held::Keys(layer) => of(&layer.k_1msd) + of(&layer.v_1mse),
             Held::Latent(layer) => of(&layer.k_1msd),
             Held::State(carried) => carried.bytes(),
             Held::Nothing => 0,
         };
         self.layers.iter().map(bytes).sum::<usize>()
-            + self.few_rows.as_ref().map_or(0, Cache::bytes)
+            + self.packed_cache.as_ref().map_or(0, Cache::bytes)
             + self.tables.iter().map(HeadTables::bytes).sum::<usize>()
             + dflash_tensor::TENSOR_BYTES * self.tensors()
     }
 
     /// Tensors that it is made of, about.
     fn tensors(&self) -> usize {
-        let of_layer = if self.few_rows.is_some() { 6 } else { 2 };
+        let of_layer = if self.packed_cache.is_some() { 6 } else { 2 };
         self.layers.len() * of_layer + 4 * self.tables.len()
     }
 
@@ -85,21 +85,21 @@ impl Target {
     /// those of the second, and so on. Never records gradients.
     ///
     /// # Panics
-    /// When a cache is too small, the numbers do not add up to T, or an id of `captures` exceeds the
+    /// When a cache is too small, the numbers do not add up to T, or an id of `aux_layers` exceeds the
     /// number of layers.
     pub fn forward_sequences(
         &self,
         ids_t: &Tensor,
         parts: &mut [SequencePart<'_>],
-        captures: &[u32],
+        aux_layers: &[u32],
     ) -> CachedOutput {
         let total: usize = parts.iter().map(|part| part.tokens).sum();
         assert_eq!(total as i64, ids_t.size()[0], "tokens of all sequences");
         if let [SequencePart { cache, .. }] = parts {
-            return self.forward_cached(ids_t, cache, captures);
+            return self.forward_cached(ids_t, cache, aux_layers);
         }
-        if let Some(few) = self.few_rows() {
-            return no_grad(|| self.forward_groups(few, ids_t, parts, captures));
+        if let Some(few) = self.packed_decoder() {
+            return no_grad(|| self.forward_groups(few, ids_t, parts, aux_layers));
         }
         no_grad(|| {
             let (tables, positions_t) = tables(parts, self.device());
@@ -109,7 +109,7 @@ impl Target {
                 sequences.map(|(part, &tokens)| (CachedAttention::new(part.cache, tokens), tokens));
             let mut attention = SequencesAttention { sequences: sequences.collect() };
             let pass = Pass::new(&tables, &positions_t, &mut attention);
-            let output = self.run(ids_t, pass, captures, self.num_layers());
+            let output = self.run(ids_t, pass, aux_layers, self.num_layers());
             parts.iter_mut().zip(tokens).for_each(|(part, tokens)| part.cache.advance(tokens));
             output
         })
@@ -121,10 +121,10 @@ impl Target {
     /// share a pass, and one with more, a piece of a prompt, has its own.
     fn forward_groups(
         &self,
-        few: &FewRows,
+        few: &PackedDecoder,
         ids_t: &Tensor,
         parts: &mut [SequencePart<'_>],
-        captures: &[u32],
+        aux_layers: &[u32],
     ) -> CachedOutput {
         let (mut outputs, mut start, mut rest) = (Vec::new(), 0, parts);
         while !rest.is_empty() {
@@ -134,10 +134,10 @@ impl Target {
             let ids_g = ids_t.narrow(0, start, tokens as i64);
             start += tokens as i64;
             outputs.push(match group {
-                [SequencePart { cache, .. }] => self.forward_cached(&ids_g, cache, captures),
+                [SequencePart { cache, .. }] => self.forward_cached(&ids_g, cache, aux_layers),
                 group => {
                     let parts = group.iter_mut().map(|part| (&mut *part.cache, part.tokens));
-                    self.forward_few(few, &ids_g, &mut parts.collect::<Vec<_>>(), captures)
+                    self.forward_few(few, &ids_g, &mut parts.collect::<Vec<_>>(), aux_layers)
                 }
             });
         }
@@ -145,10 +145,10 @@ impl Target {
             let each = outputs.iter().map(|output| of(output).to_kind(Kind::Float));
             Tensor::cat(&each.collect::<Vec<_>>(), 0)
         };
-        let capture = |place: usize| cat(&|output| output.captures[place].shallow_clone());
+        let state_at = |place: usize| cat(&|output| output.aux_states[place].shallow_clone());
         CachedOutput {
             hidden_td: cat(&|output| output.hidden_td.shallow_clone()),
-            captures: (0..captures.len()).map(capture).collect(),
+            aux_states: (0..aux_layers.len()).map(state_at).collect(),
         }
     }
 }
@@ -158,7 +158,7 @@ fn group_length(parts: &[SequencePart<'_>]) -> usize {
     let mut tokens = 0;
     let fit = parts.iter().take_while(|part| {
         tokens += part.tokens;
-        tokens <= FewRows::MAX_ROWS
+        tokens <= PackedDecoder::MAX_ROWS
     });
     fit.count().max(1)
 }
@@ -255,7 +255,12 @@ mod tests {
             Tensor::cat(&alone.iter().map(of).collect::<Vec<_>>(), 0)
         };
         assert!(both.hidden_td.allclose(&cat(|output| &output.hidden_td), 1e-5, 1e-5, false));
-        assert!(both.captures[0].allclose(&cat(|output| &output.captures[0]), 1e-5, 1e-5, false));
+        assert!(both.aux_states[0].allclose(
+            &cat(|output| &output.aux_states[0]),
+            1e-5,
+            1e-5,
+            false
+        ));
         for (cache, (length, more)) in together.iter().zip(lengths.iter().zip(more)) {
             assert_eq!(cache.len() as i64, length + more);
         }

@@ -13,7 +13,7 @@ use super::TargetSpec;
 /// Heads and MLP of a draft. Field names are Hugging Face's.
 #[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct DraftHeads {
+pub struct DraftAttentionShape {
     pub num_attention_heads: i64,
     pub num_key_value_heads: i64,
     pub head_dim: i64,
@@ -24,7 +24,7 @@ pub struct DraftHeads {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DraftDefaults {
     /// Heads and MLP.
-    pub heads: DraftHeads,
+    pub heads: DraftAttentionShape,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
     /// Their scaling, where the engines serve it alike.
@@ -65,7 +65,7 @@ pub(super) fn defaults(
     Ok(DraftDefaults { heads, rope_theta, rope_scaling, notes })
 }
 
-fn heads(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<DraftHeads> {
+fn heads(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<DraftAttentionShape> {
     let own = |own: Option<i64>, key: &str| match own {
         Some(value) => Ok(Some(value)),
         None => text.size(key),
@@ -91,7 +91,7 @@ fn heads(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<DraftHead
     if head_dim < 2 {
         return Err(text.refuse("head_dim", "rotary embedding needs an even number"));
     }
-    Ok(DraftHeads {
+    Ok(DraftAttentionShape {
         num_attention_heads: heads,
         num_key_value_heads: key_heads,
         // halves are rotated against each other

@@ -7,8 +7,8 @@
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::{AttentionSpan, Place};
 use dflash_tensor::ops::{Pairs, Rotary, Scores};
-use dflash_tensor::reach::{Place, Reach};
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
 use tch::{Device, Tensor};
 
@@ -18,8 +18,8 @@ use crate::blocks::feed_forward::{
     FeedForward, FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
 use crate::blocks::latent::{Latent, LatentUp};
-use crate::divided::{Divisible, Shard};
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::{Outer, TargetConfig};
 
@@ -75,7 +75,7 @@ impl DeepseekV3Config {
         let inner = size("moe_intermediate_size")?;
         let sizes = MixtureSizes {
             experts: experts_count(text, &["n_routed_experts", "num_local_experts"])?,
-            chosen: size("num_experts_per_tok")?,
+            top_k: size("num_experts_per_tok")?,
             inner,
             shared: inner * text.token("n_shared_experts")?.unwrap_or(1).max(0),
             dense: size("intermediate_size")?,
@@ -97,7 +97,7 @@ impl DeepseekV3Config {
                 fused: false,
                 gated: activation(text, "hidden_act", "silu")?,
                 routing: Some(Routing {
-                    chosen: sizes.chosen,
+                    top_k: sizes.top_k,
                     scores: Choice::Sigmoid,
                     normalised: text.flag_or("norm_topk_prob", true)?,
                     scale: text.number("routed_scaling_factor")?.unwrap_or(2.5),
@@ -172,26 +172,26 @@ impl Architecture for DeepseekV3Config {
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
         self.attention_elements(hidden, &Shard::WHOLE)
-            + self.feed_forward.sizes.met(hidden, self.is_sparse(number))
+            + self.feed_forward.sizes.active_params(hidden, self.is_sparse(number))
     }
 
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
         self.attention_elements(hidden, shard)
-            + self.feed_forward.sizes.stored(hidden, self.is_sparse(number), shard)
+            + self.feed_forward.sizes.stored_params(hidden, self.is_sparse(number), shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
         2.0 * (self.num_attention_heads * (self.query_dim() + self.v_head_dim)) as f64
     }
 
-    fn reach(&self, _number: usize) -> Reach {
-        Reach::All
+    fn attention_span(&self, _number: usize) -> AttentionSpan {
+        AttentionSpan::All
     }
 
-    fn divided(&self) -> Vec<Divisible> {
+    fn parallel_sizes(&self) -> Vec<Divisible> {
         let heads = Divisible::new("num_attention_heads", self.num_attention_heads);
-        [vec![heads], self.feed_forward.sizes.divided()].concat()
+        [vec![heads], self.feed_forward.sizes.parallel_sizes()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -359,7 +359,7 @@ impl LatentAttention {
             kernels: self.kernels,
         };
         let scores = Scores { scale: Some(self.scale), ..Scores::default() };
-        let place = Place { layer: self.layer, reach: Reach::All, scores };
+        let place = Place { layer: self.layer, attention_span: AttentionSpan::All, scores };
         self.output.add_to(residual_th, &pass.attend.attend_latent(place, &asked))
     }
 

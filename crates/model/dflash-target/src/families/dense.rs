@@ -9,9 +9,9 @@ use dflash_formats::fields::Fields;
 use dflash_kernels::decode::{LayerWeights, Layout};
 use dflash_kernels::kernels::{self, Kernels, RmsWeight};
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::{AttentionSpan, Place};
 use dflash_tensor::fused::{self, Norm};
 use dflash_tensor::ops::{Rotary, Scores, rms_norm};
-use dflash_tensor::reach::{Place, Reach};
 use dflash_tensor::rope::{Rope, RopeKeys};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
@@ -19,9 +19,9 @@ use tch::{Device, Tensor};
 use super::{Architecture, Family, Known};
 use crate::blocks::attention::Heads;
 use crate::blocks::feed_forward::mlp_elements;
-use crate::divided::{Divisible, Shard};
 use crate::heads::FusedHeads;
 use crate::layer::{Attend, Layer, Memory, Pass, Projected, norm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::rotary::HeadTables;
 use crate::{Outer, TargetConfig};
@@ -228,13 +228,13 @@ impl Architecture for DenseConfig {
         4.0 * self.query_size() as f64
     }
 
-    fn reach(&self, number: usize) -> Reach {
+    fn attention_span(&self, number: usize) -> AttentionSpan {
         self.windows[number].into()
     }
 
-    fn divided(&self) -> Vec<Divisible> {
+    fn parallel_sizes(&self) -> Vec<Divisible> {
         let inner = Divisible::new("intermediate_size", self.intermediate_size);
-        [self.heads().divided(), vec![inner]].concat()
+        [self.heads().parallel_sizes(), vec![inner]].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -253,7 +253,7 @@ impl Architecture for DenseConfig {
 #[derive(Debug)]
 struct DenseLayer {
     number: usize,
-    reach: Reach,
+    attention_span: AttentionSpan,
     module: String,
     kernels: Kernels,
     eps: f64,
@@ -300,7 +300,7 @@ impl DenseLayer {
         let (qkv_bias, o_bias, bias) = (config.qkv_bias, config.output_bias, config.mlp_bias);
         Ok(Self {
             number,
-            reach: config.windows[number].into(),
+            attention_span: config.windows[number].into(),
             kernels: Kernels::Fast,
             eps: target.rms_norm_eps,
             head_dim: config.head_dim,
@@ -381,7 +381,11 @@ impl DenseLayer {
 
 impl Layer for DenseLayer {
     fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
-        let place = Place { layer: self.number, reach: self.reach, scores: Scores::default() };
+        let place = Place {
+            layer: self.number,
+            attention_span: self.attention_span,
+            scores: Scores::default(),
+        };
         let projected = self.project(x_th, &pass.tables[0], &*pass.attend);
         let attended = pass.attend.attend(place, &projected);
         let x_th = self.output.add_to(x_th, &attended);
@@ -410,7 +414,7 @@ impl Layer for DenseLayer {
             input_norm: &self.input_norm_h,
             post_norm: &self.post_attention_norm_h,
             head_norms: self.qk_norm.as_ref().map(|norms| (&norms.query_d, &norms.key_d)),
-            window: self.reach.window(),
+            window: self.attention_span.window(),
         })
     }
 

@@ -7,8 +7,8 @@
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::ops::Rotary;
-use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::{Rope, RopeKeys};
 use tch::{Device, Tensor};
 
@@ -18,8 +18,8 @@ use crate::blocks::attention::{AttentionSpec, HeadNorms, Heads, SelfAttention};
 use crate::blocks::experts::Gated;
 use crate::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::config::Outer;
-use crate::divided::{Divisible, Shard};
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::Init;
 
 pub(super) const KNOWN: &[Known] = &[
@@ -49,7 +49,7 @@ struct Gemma3Config {
     qk_norm: bool,
     /// Of the full layers and of those with a window.
     ropes: [Rope; 2],
-    reaches: Vec<Reach>,
+    attention_spans: Vec<AttentionSpan>,
 }
 
 /// What tells one from the other.
@@ -94,17 +94,17 @@ impl Gemma3Config {
             return Err(text.refuse("use_bidirectional_attention", "only false is supported"));
         }
         let window = text.size("sliding_window")?.unwrap_or(WINDOW);
-        let reach = |kind: &str| match kind {
-            "sliding_attention" => Some(Reach::Window(window)),
-            "full_attention" => Some(Reach::All),
+        let attention_span = |kind: &str| match kind {
+            "sliding_attention" => Some(AttentionSpan::Window(window)),
+            "full_attention" => Some(AttentionSpan::All),
             _ => None,
         };
         let pattern =
             text.size("sliding_window_pattern")?.or(text.size("_sliding_window_pattern")?);
         let pattern = pattern.unwrap_or(released) as usize;
         let by_pattern = |layer: usize| match (layer + 1) % pattern {
-            0 => Reach::All,
-            _ => Reach::Window(window),
+            0 => AttentionSpan::All,
+            _ => AttentionSpan::Window(window),
         };
         let heads = Heads::read(text, Some(HEADS))?;
         let config = Self {
@@ -116,7 +116,7 @@ impl Gemma3Config {
             attn_logit_softcapping: cap,
             qk_norm,
             ropes,
-            reaches: layer_types(text, layers, reach)?
+            attention_spans: layer_types(text, layers, attention_span)?
                 .unwrap_or_else(|| (0..layers).map(by_pattern).collect()),
         };
         let hidden = text.required("hidden_size", Fields::size)?;
@@ -129,7 +129,7 @@ impl Gemma3Config {
     }
 
     fn is_sliding(&self, layer: usize) -> bool {
-        self.reaches[layer] != Reach::All
+        self.attention_spans[layer] != AttentionSpan::All
     }
 }
 
@@ -173,7 +173,7 @@ impl Architecture for Gemma3Config {
                     layer: number,
                     hidden,
                     heads: self.heads,
-                    reach: self.reaches[number],
+                    attention_span: self.attention_spans[number],
                     rotary: Some(usize::from(self.is_sliding(number))),
                     norms: match self.qk_norm {
                         true => HeadNorms::each(init, &attention, self.heads.dim, config)?,
@@ -216,13 +216,13 @@ impl Architecture for Gemma3Config {
         self.heads.pair_flops()
     }
 
-    fn reach(&self, number: usize) -> Reach {
-        self.reaches[number]
+    fn attention_span(&self, number: usize) -> AttentionSpan {
+        self.attention_spans[number]
     }
 
-    fn divided(&self) -> Vec<Divisible> {
+    fn parallel_sizes(&self) -> Vec<Divisible> {
         let inner = Divisible::new("intermediate_size", self.intermediate_size);
-        [self.heads.divided(), vec![inner]].concat()
+        [self.heads.parallel_sizes(), vec![inner]].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -8,13 +8,13 @@ mod per_layer;
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::{AttentionSpan, Place};
 use dflash_tensor::ops::{Pairs, Rotary, Scores as Scored};
-use dflash_tensor::reach::{Place, Reach};
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling};
 use tch::{Device, Kind, Tensor};
 
 use self::per_layer::{PerLayerInput, PerLayerInputs};
-use super::{Architecture, Family, Known, Prepare, chosen_count, experts_count, layer_types};
+use super::{Architecture, Family, Known, Prepare, experts_count, layer_types, top_k_count};
 use crate::TargetConfig;
 use crate::blocks::attention::{Heads, plain_norm};
 use crate::blocks::experts::{
@@ -22,8 +22,8 @@ use crate::blocks::experts::{
 };
 use crate::blocks::feed_forward::{MixtureSizes, Mlp, MlpSpec, activation, mlp_elements};
 use crate::config::Outer;
-use crate::divided::{Divisible, Shard};
 use crate::layer::{Layer, Memory, Pass, Projected, RmsNorm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 pub(super) const KNOWN: &[Known] = &[Known {
@@ -37,7 +37,7 @@ pub(super) const KNOWN: &[Known] = &[Known {
 struct Gemma4Config {
     /// By layer.
     heads: Vec<Heads>,
-    reaches: Vec<Reach>,
+    attention_spans: Vec<AttentionSpan>,
     intermediate_size: i64,
     gated: Gated,
     attention_bias: bool,
@@ -73,8 +73,8 @@ impl Gemma4Config {
         if text.text("use_bidirectional_attention")?.as_deref() == Some("all") {
             return Err(text.refuse("use_bidirectional_attention", "only causal text is supported"));
         }
-        let reaches = reaches(text, layers)?;
-        let heads = heads(text, &reaches)?;
+        let attention_spans = attention_spans(text, layers)?;
+        let heads = heads(text, &attention_spans)?;
         let shared = text.token("num_kv_shared_layers")?.unwrap_or(0) as usize;
         if shared >= layers {
             return Err(
@@ -82,14 +82,14 @@ impl Gemma4Config {
             );
         }
         let first_shared = layers - shared;
-        let made = |layer: usize| reaches[..first_shared].contains(&reaches[layer]);
+        let made = |layer: usize| attention_spans[..first_shared].contains(&attention_spans[layer]);
         if !(first_shared..layers).all(made) {
             return Err(
                 text.refuse("num_kv_shared_layers", "a layer has none of its kind before it")
             );
         }
         let of = |full: bool| {
-            let is_it = |layer: &usize| (reaches[*layer] == Reach::All) == full;
+            let is_it = |layer: &usize| (attention_spans[*layer] == AttentionSpan::All) == full;
             (0..layers).find(is_it).map_or(HEADS.dim, |layer| heads[layer].dim)
         };
         let config = Self {
@@ -106,7 +106,7 @@ impl Gemma4Config {
             use_double_wide_mlp: text.flag("use_double_wide_mlp")?,
             per_layer: per_layer(text)?,
             experts: experts(text)?,
-            reaches,
+            attention_spans,
         };
         let hidden = text.required("hidden_size", Fields::size)?;
         let outer = Outer {
@@ -118,7 +118,7 @@ impl Gemma4Config {
     }
 
     fn is_full(&self, layer: usize) -> bool {
-        self.reaches[layer] == Reach::All
+        self.attention_spans[layer] == AttentionSpan::All
     }
 
     /// The layer whose keys and values layer `number` looks at.
@@ -126,7 +126,7 @@ impl Gemma4Config {
         if number < self.first_shared {
             return number;
         }
-        let same = |&layer: &usize| self.reaches[layer] == self.reaches[number];
+        let same = |&layer: &usize| self.attention_spans[layer] == self.attention_spans[number];
         (0..self.first_shared).rfind(same).expect("checked when it was read")
     }
 
@@ -157,30 +157,30 @@ impl Gemma4Config {
 }
 
 /// The kinds of layers; the last is a full one whatever is written, as in Transformers.
-fn reaches(text: &Fields, layers: usize) -> Result<Vec<Reach>> {
+fn attention_spans(text: &Fields, layers: usize) -> Result<Vec<AttentionSpan>> {
     let window = text.size("sliding_window")?.unwrap_or(WINDOW);
-    let reach = |kind: &str| match kind {
-        "sliding_attention" => Some(Reach::Window(window)),
-        "full_attention" => Some(Reach::All),
+    let attention_span = |kind: &str| match kind {
+        "sliding_attention" => Some(AttentionSpan::Window(window)),
+        "full_attention" => Some(AttentionSpan::All),
         _ => None,
     };
     let by_pattern = |layer: usize| match (layer + 1) % PATTERN {
-        0 => Reach::All,
-        _ => Reach::Window(window),
+        0 => AttentionSpan::All,
+        _ => AttentionSpan::Window(window),
     };
-    let mut reaches =
-        layer_types(text, layers, reach)?.unwrap_or_else(|| (0..layers).map(by_pattern).collect());
-    if let Some(last) = reaches.last_mut() {
-        *last = Reach::All;
+    let mut attention_spans = layer_types(text, layers, attention_span)?
+        .unwrap_or_else(|| (0..layers).map(by_pattern).collect());
+    if let Some(last) = attention_spans.last_mut() {
+        *last = AttentionSpan::All;
     }
-    Ok(reaches)
+    Ok(attention_spans)
 }
 
 /// Heads by layer: those of full layers by `per_layer_config` (Transformers since 5.17) or by
 /// `global_head_dim` and `num_global_key_value_heads` (as released).
-fn heads(text: &Fields, reaches: &[Reach]) -> Result<Vec<Heads>> {
+fn heads(text: &Fields, attention_spans: &[AttentionSpan]) -> Result<Vec<Heads>> {
     let plain = Heads::read(text, Some(HEADS))?;
-    let mut heads = vec![plain; reaches.len()];
+    let mut heads = vec![plain; attention_spans.len()];
     if let Some(by_layer) = text.object("per_layer_config")? {
         for (layer, heads) in heads.iter_mut().enumerate() {
             let Some(own) = by_layer.object(&layer.to_string())? else { continue };
@@ -192,8 +192,8 @@ fn heads(text: &Fields, reaches: &[Reach]) -> Result<Vec<Heads>> {
     let dim = text.size("global_head_dim")?.unwrap_or(GLOBAL_HEAD_DIM);
     let gated = text.flag("attention_k_eq_v")?;
     let key = text.size("num_global_key_value_heads")?.filter(|_| gated).unwrap_or(plain.key);
-    for (heads, reach) in heads.iter_mut().zip(reaches) {
-        if *reach == Reach::All {
+    for (heads, attention_span) in heads.iter_mut().zip(attention_spans) {
+        if *attention_span == AttentionSpan::All {
             (heads.dim, heads.key) = (dim, key);
         }
     }
@@ -233,7 +233,7 @@ fn experts(text: &Fields) -> Result<Option<MixtureSizes>> {
     let experts = experts_count(text, &["num_experts"])?;
     Ok(Some(MixtureSizes {
         experts,
-        chosen: chosen_count(text, &["top_k_experts"], experts)?,
+        top_k: top_k_count(text, &["top_k_experts"], experts)?,
         inner: text.required("moe_intermediate_size", Fields::size)?,
         shared: 0,
         dense: 0,
@@ -288,13 +288,14 @@ impl Architecture for Gemma4Config {
     }
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
-        let experts = self.experts.map_or(0.0, |sizes| sizes.met(config.hidden_size, true));
+        let experts =
+            self.experts.map_or(0.0, |sizes| sizes.active_params(config.hidden_size, true));
         self.elements(config, number, &Shard::WHOLE) + experts
     }
 
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        let experts = self.experts.map_or(0.0, |sizes| sizes.stored(hidden, true, shard));
+        let experts = self.experts.map_or(0.0, |sizes| sizes.stored_params(hidden, true, shard));
         self.elements(config, number, shard) + experts
     }
 
@@ -323,14 +324,14 @@ impl Architecture for Gemma4Config {
         self.heads[number].pair_flops()
     }
 
-    fn reach(&self, number: usize) -> Reach {
-        self.reaches[number]
+    fn attention_span(&self, number: usize) -> AttentionSpan {
+        self.attention_spans[number]
     }
 
-    fn divided(&self) -> Vec<Divisible> {
-        let heads = self.heads.iter().flat_map(|heads| heads.divided());
+    fn parallel_sizes(&self) -> Vec<Divisible> {
+        let heads = self.heads.iter().flat_map(|heads| heads.parallel_sizes());
         let inner = Divisible::new("intermediate_size", self.intermediate_size);
-        let experts = self.experts.map(MixtureSizes::divided).unwrap_or_default();
+        let experts = self.experts.map(MixtureSizes::parallel_sizes).unwrap_or_default();
         heads.chain([inner]).chain(experts).collect()
     }
 
@@ -404,7 +405,7 @@ struct Gemma4Attention {
     number: usize,
     source: usize,
     heads: Heads,
-    reach: Reach,
+    attention_span: AttentionSpan,
     /// Which of the pass's tables.
     tables: usize,
     eps: f64,
@@ -450,7 +451,7 @@ impl Gemma4Attention {
             number,
             source: config.source(number),
             heads: heads.own(&init.shard),
-            reach: config.reaches[number],
+            attention_span: config.attention_spans[number],
             tables: usize::from(!config.is_full(number)),
             eps: target.rms_norm_eps,
             q_proj: linear("q_proj", hidden, heads.queries(), Split::Outputs)?,
@@ -478,7 +479,7 @@ impl Gemma4Attention {
         let kernels = self.kernels;
         let projected = Projected { q_tnd, k_tmd, v_tme, kernels, are_kept: false };
         let scores = Scored { scale: Some(1.0), ..Scored::default() };
-        let place = Place { layer: self.source, reach: self.reach, scores };
+        let place = Place { layer: self.source, attention_span: self.attention_span, scores };
         self.o_proj.apply(&pass.attend.attend(place, &projected))
     }
 
@@ -532,7 +533,7 @@ impl MoeBlock {
                     experts: sizes.experts,
                     hidden,
                     routing: Routing {
-                        chosen: sizes.chosen,
+                        top_k: sizes.top_k,
                         scores: Scores::Softmax,
                         normalised: true,
                         scale: 1.0,

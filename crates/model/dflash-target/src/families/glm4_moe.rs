@@ -5,7 +5,7 @@ use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
 use dflash_tensor::rope::{Rope, RopeKeys};
 
-use super::{Family, Known, chosen_count, experts_count};
+use super::{Family, Known, experts_count, top_k_count};
 use crate::Outer;
 use crate::blocks::attention::Heads;
 use crate::blocks::experts::{ExpertGroups, Routing, Scores};
@@ -22,11 +22,11 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let inner = text.required("moe_intermediate_size", Fields::size)?;
     let counts = ["n_routed_experts", "num_local_experts", "num_experts"];
     let experts = experts_count(text, &counts)?;
-    let chosen = chosen_count(text, &["num_experts_per_tok"], experts)?;
+    let top_k = top_k_count(text, &["num_experts_per_tok"], experts)?;
     let feed_forward = FeedForwardSpec {
         sizes: MixtureSizes {
             experts,
-            chosen,
+            top_k,
             inner,
             shared: inner * text.size("n_shared_experts")?.unwrap_or(1),
             dense: text.required("intermediate_size", Fields::size)?,
@@ -34,7 +34,7 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
         fused: false,
         gated: activation(text, "hidden_act", "silu")?,
         routing: Some(Routing {
-            chosen,
+            top_k,
             scores: Scores::Sigmoid,
             normalised: text.flag_or("norm_topk_prob", true)?,
             scale: text.number("routed_scaling_factor")?.unwrap_or(1.0),

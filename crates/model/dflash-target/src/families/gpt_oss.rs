@@ -3,10 +3,10 @@
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
-use dflash_tensor::reach::Reach;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling, Yarn, yarn_mscale};
 
-use super::{Family, Known, chosen_count, experts_count, layer_types};
+use super::{Family, Known, experts_count, layer_types, top_k_count};
 use crate::Outer;
 use crate::blocks::attention::Heads;
 use crate::blocks::experts::{Gated, Routing, Scores, Stored};
@@ -30,15 +30,15 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let _ = activation(text, "hidden_act", "silu")?;
     let inner = text.required("intermediate_size", Fields::size)?;
     let experts = experts_count(text, &["num_local_experts", "num_experts"])?;
-    let chosen = chosen_count(text, &["num_experts_per_tok", "experts_per_token"], experts)?;
+    let top_k = top_k_count(text, &["num_experts_per_tok", "experts_per_token"], experts)?;
     let limit = text.number("swiglu_limit")?.unwrap_or(LIMIT);
     let feed_forward = FeedForwardSpec {
-        sizes: MixtureSizes { experts, chosen, inner, shared: 0, dense: 0 },
+        sizes: MixtureSizes { experts, top_k, inner, shared: 0, dense: 0 },
         fused: false,
         gated: Gated::Clamped { alpha: ALPHA, limit },
         routing: Some(Routing {
-            chosen,
-            scores: Scores::SoftmaxOfChosen,
+            top_k,
+            scores: Scores::SoftmaxOfTopK,
             normalised: false,
             scale: 1.0,
             groups: None,
@@ -57,19 +57,20 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
         sinks: true,
         ..PreNormFamily::new(layers, heads, rope(text, heads.dim)?, feed_forward)
     };
-    Ok((family.reaching(reaches(text, layers)?).into(), Outer::PLAIN))
+    Ok((family.with_attention_spans(attention_spans(text, layers)?).into(), Outer::PLAIN))
 }
 
-fn reaches(text: &Fields, layers: usize) -> Result<Vec<Reach>> {
+fn attention_spans(text: &Fields, layers: usize) -> Result<Vec<AttentionSpan>> {
     let window = text.size("sliding_window")?.unwrap_or(WINDOW);
-    let reach = |kind: &str| match kind {
-        "sliding_attention" => Some(Reach::Window(window)),
-        "full_attention" => Some(Reach::All),
+    let attention_span = |kind: &str| match kind {
+        "sliding_attention" => Some(AttentionSpan::Window(window)),
+        "full_attention" => Some(AttentionSpan::All),
         _ => None,
     };
-    let by_turns =
-        |layer: usize| if layer.is_multiple_of(2) { Reach::Window(window) } else { Reach::All };
-    let named = layer_types(text, layers, reach)?;
+    let by_turns = |layer: usize| {
+        if layer.is_multiple_of(2) { AttentionSpan::Window(window) } else { AttentionSpan::All }
+    };
+    let named = layer_types(text, layers, attention_span)?;
     Ok(named.unwrap_or_else(|| (0..layers).map(by_turns).collect()))
 }
 

@@ -3,8 +3,8 @@
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::ops::Pairs;
-use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::{Rope, RopeKeys};
 
 use super::{Family, Known, experts_count, layer_types};
@@ -40,7 +40,7 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
         module: "feed_forward",
         ..PreNormFamily::new(layers, heads, rope, feed_forward(text)?)
     }
-    .reaching(reaches(text, &rotates)?)
+    .with_attention_spans(attention_spans(text, &rotates)?)
     .with_experts(sparse(text, layers)?);
     family.layers.iter_mut().zip(rotates).for_each(|(layer, rotates)| layer.rotates = rotates);
     Ok((family.into(), Outer::PLAIN))
@@ -48,11 +48,11 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
 
 fn feed_forward(text: &Fields) -> Result<FeedForwardSpec> {
     let inner = text.required("intermediate_size", Fields::size)?;
-    let chosen = text.size("num_experts_per_tok")?.unwrap_or(1);
+    let top_k = text.size("num_experts_per_tok")?.unwrap_or(1);
     Ok(FeedForwardSpec {
         sizes: MixtureSizes {
             experts: experts_count(text, &["num_local_experts"])?,
-            chosen,
+            top_k,
             inner,
             shared: inner,
             dense: text.required("intermediate_size_mlp", Fields::size)?,
@@ -60,7 +60,7 @@ fn feed_forward(text: &Fields) -> Result<FeedForwardSpec> {
         fused: false,
         gated: activation(text, "hidden_act", "silu")?,
         routing: Some(Routing {
-            chosen,
+            top_k,
             scores: Scores::Sigmoid,
             normalised: false,
             scale: 1.0,
@@ -75,15 +75,16 @@ fn feed_forward(text: &Fields) -> Result<FeedForwardSpec> {
     })
 }
 
-fn reaches(text: &Fields, rotates: &[bool]) -> Result<Vec<Reach>> {
+fn attention_spans(text: &Fields, rotates: &[bool]) -> Result<Vec<AttentionSpan>> {
     let chunk = text.size("attention_chunk_size")?.unwrap_or(CHUNK);
-    let reach = |kind: &str| match kind {
-        "chunked_attention" => Some(Reach::Chunk(chunk)),
-        "full_attention" => Some(Reach::All),
+    let attention_span = |kind: &str| match kind {
+        "chunked_attention" => Some(AttentionSpan::Chunk(chunk)),
+        "full_attention" => Some(AttentionSpan::All),
         _ => None,
     };
-    let by_rope = |&rotates: &bool| if rotates { Reach::Chunk(chunk) } else { Reach::All };
-    let named = layer_types(text, rotates.len(), reach)?;
+    let by_rope =
+        |&rotates: &bool| if rotates { AttentionSpan::Chunk(chunk) } else { AttentionSpan::All };
+    let named = layer_types(text, rotates.len(), attention_span)?;
     Ok(named.unwrap_or_else(|| rotates.iter().map(by_rope).collect()))
 }
 

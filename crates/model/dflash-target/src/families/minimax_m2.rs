@@ -5,7 +5,7 @@ use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
 use dflash_tensor::rope::{Rope, RopeKeys};
 
-use super::{Family, Known, chosen_count, experts_count};
+use super::{Family, Known, experts_count, top_k_count};
 use crate::Outer;
 use crate::blocks::attention::Heads;
 use crate::blocks::experts::{Routing, Scores};
@@ -29,13 +29,13 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let rope = Rope::read(RopeKeys { theta: THETA, partial, ..RopeKeys::of(text, heads.dim)? })?;
     let inner = text.required("intermediate_size", Fields::size)?;
     let experts = experts_count(text, &["num_local_experts", "num_experts"])?;
-    let chosen = chosen_count(text, &["num_experts_per_tok"], experts)?;
+    let top_k = top_k_count(text, &["num_experts_per_tok"], experts)?;
     let feed_forward = FeedForwardSpec {
-        sizes: MixtureSizes { experts, chosen, inner, shared: 0, dense: 0 },
+        sizes: MixtureSizes { experts, top_k, inner, shared: 0, dense: 0 },
         fused: false,
         gated: activation(text, "hidden_act", "silu")?,
         routing: Some(Routing {
-            chosen,
+            top_k,
             scores: Scores::Sigmoid,
             normalised: true,
             scale: 1.0,

@@ -3,7 +3,7 @@
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
-use dflash_tensor::reach::Reach;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::rope::{Rope, RopeKeys};
 
 use super::{Family, Known};
@@ -27,8 +27,8 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let inner = text.required("intermediate_size", Fields::size)?;
     let mlp = FeedForwardSpec::mlp(inner, activation(text, "hidden_act", "silu")?);
     let feed_forward = FeedForwardSpec { fused: true, ..mlp };
-    let reach: Reach = text.size("sliding_window")?.into();
+    let attention_span: AttentionSpan = text.size("sliding_window")?.into();
     let family =
         PreNormFamily { fused: true, ..PreNormFamily::new(layers, heads, rope, feed_forward) };
-    Ok((family.reaching(vec![reach; layers]).into(), Outer::PLAIN))
+    Ok((family.with_attention_spans(vec![attention_span; layers]).into(), Outer::PLAIN))
 }

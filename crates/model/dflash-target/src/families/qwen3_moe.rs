@@ -3,10 +3,10 @@
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
-use dflash_tensor::reach::Reach;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::rope::{Rope, RopeKeys};
 
-use super::{Family, Known, chosen_count, experts_count, sparse_by_step};
+use super::{Family, Known, experts_count, sparse_by_step, top_k_count};
 use crate::Outer;
 use crate::blocks::attention::Heads;
 use crate::blocks::experts::{Routing, Scores};
@@ -22,11 +22,11 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let rope = Rope::read(RopeKeys::of(text, heads.dim)?)?;
     let sparse = sparse_by_step(text, layers)?;
     let experts = experts_count(text, &["num_experts", "num_local_experts"])?;
-    let chosen = chosen_count(text, &["num_experts_per_tok"], experts)?;
+    let top_k = top_k_count(text, &["num_experts_per_tok"], experts)?;
     let feed_forward = FeedForwardSpec {
         sizes: MixtureSizes {
             experts,
-            chosen,
+            top_k,
             inner: text.required("moe_intermediate_size", Fields::size)?,
             shared: 0,
             dense: text.required("intermediate_size", Fields::size)?,
@@ -34,7 +34,7 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
         fused: false,
         gated: activation(text, "hidden_act", "silu")?,
         routing: Some(Routing {
-            chosen,
+            top_k,
             scores: Scores::Softmax,
             normalised: text.flag("norm_topk_prob")?,
             scale: 1.0,
@@ -44,12 +44,12 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     };
     let bias = text.flag("attention_bias")?;
     let used = text.flag("use_sliding_window")?;
-    let reach: Reach = text.size("sliding_window")?.filter(|_| used).into();
+    let attention_span: AttentionSpan = text.size("sliding_window")?.filter(|_| used).into();
     let family = PreNormFamily {
         bias: (bias, bias),
         norms: NormsOfHeads::Each,
         ..PreNormFamily::new(layers, heads, rope, feed_forward)
     };
-    let family = family.reaching(vec![reach; layers]).with_experts(sparse);
+    let family = family.with_attention_spans(vec![attention_span; layers]).with_experts(sparse);
     Ok((family.into(), Outer::PLAIN))
 }

@@ -9,8 +9,8 @@
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
+use dflash_tensor::attention_span::AttentionSpan;
 use dflash_tensor::ops::Rotary;
-use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::{Rope, RopeKeys};
 use tch::{Device, Tensor};
 
@@ -22,8 +22,8 @@ use crate::blocks::feed_forward::{
     FeedForward, FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
 use crate::blocks::gated_attention::GatedAttention;
-use crate::divided::{Divisible, Shard};
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
+use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::{Outer, TargetConfig};
 
@@ -101,7 +101,7 @@ impl HybridConfig {
         let of = |any: bool, key| if any { size(key) } else { Ok(0) };
         let sizes = MixtureSizes {
             experts: if any_sparse { experts_count(text, &["num_experts"])? } else { 0 },
-            chosen: of(any_sparse, "num_experts_per_tok")?,
+            top_k: of(any_sparse, "num_experts_per_tok")?,
             inner: of(any_sparse, "moe_intermediate_size")?,
             shared: of(any_sparse, "shared_expert_intermediate_size")?,
             dense: of(any_dense, "intermediate_size")?,
@@ -120,7 +120,7 @@ impl HybridConfig {
                 fused: false,
                 gated: activation(text, "hidden_act", "silu")?,
                 routing: Some(Routing {
-                    chosen: sizes.chosen,
+                    top_k: sizes.top_k,
                     scores: Scores::Softmax,
                     normalised,
                     scale: 1.0,
@@ -182,13 +182,13 @@ impl Architecture for HybridConfig {
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
         self.mixer_elements(hidden, number, &Shard::WHOLE)
-            + self.feed_forward.sizes.met(hidden, self.sparse[number])
+            + self.feed_forward.sizes.active_params(hidden, self.sparse[number])
     }
 
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
         self.mixer_elements(hidden, number, shard)
-            + self.feed_forward.sizes.stored(hidden, self.sparse[number], shard)
+            + self.feed_forward.sizes.stored_params(hidden, self.sparse[number], shard)
     }
 
     fn pair_flops(&self, number: usize) -> f64 {
@@ -202,20 +202,20 @@ impl Architecture for HybridConfig {
         }
     }
 
-    fn reach(&self, number: usize) -> Reach {
+    fn attention_span(&self, number: usize) -> AttentionSpan {
         match self.mixers[number] {
-            Mixer::Attention => Reach::All,
+            Mixer::Attention => AttentionSpan::All,
             // A token meets the memory once, however many came before.
-            Mixer::Delta => Reach::Window(1),
+            Mixer::Delta => AttentionSpan::Window(1),
         }
     }
 
-    fn divided(&self) -> Vec<Divisible> {
+    fn parallel_sizes(&self) -> Vec<Divisible> {
         let delta = match self.mixers.contains(&Mixer::Delta) {
-            true => self.delta.divided(),
+            true => self.delta.parallel_sizes(),
             false => Vec::new(),
         };
-        [self.heads.divided(), delta, self.feed_forward.sizes.divided()].concat()
+        [self.heads.parallel_sizes(), delta, self.feed_forward.sizes.parallel_sizes()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

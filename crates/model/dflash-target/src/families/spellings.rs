@@ -5,7 +5,7 @@ use dflash_tensor::Result;
 use serde_json::{Value, json};
 
 use crate::TargetConfig;
-use crate::divided::Shard;
+use crate::parallel::Shard;
 
 fn load(config: &Value) -> Result<TargetConfig> {
     let dir = tempfile::tempdir().unwrap();
@@ -211,8 +211,8 @@ fn a_token_meets_its_experts_and_a_layer_keeps_all() {
     .unwrap();
     let architecture = config.family.architecture();
     let attention = 64 * (64 + 32 + 32) + 64 * 64;
-    let met = attention + 64 * 8 + 2 * 3 * 64 * 16;
-    assert_eq!(architecture.layer_elements(&config, 0), f64::from(met));
+    let active_params = attention + 64 * 8 + 2 * 3 * 64 * 16;
+    assert_eq!(architecture.layer_elements(&config, 0), f64::from(active_params));
     let stored = attention + 64 * 8 + 8 * 3 * 64 * 16;
     assert_eq!(architecture.stored_elements(&config, 0, &Shard::WHOLE), f64::from(stored));
 }

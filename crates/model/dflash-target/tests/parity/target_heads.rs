@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use dflash_golden::{Entry, entries};
-use dflash_target::{TargetFacts, TargetHead};
+use dflash_target::{TargetFacts, TargetIo};
 use dflash_tensor::checkpoint::{TensorFile, write_safetensors};
 use dflash_test_place::assert_close;
 use libtest_mimic::Trial;
@@ -71,7 +71,7 @@ fn check(dir: &Path, change: fn(&mut Checkpoint)) {
     checkpoint.write_in_shards(written.path());
     let facts = TargetFacts::load(written.path(), None).unwrap();
     no_grad(|| {
-        let head = TargetHead::of(written.path(), &facts, CPU_F32).unwrap();
+        let head = TargetIo::of(written.path(), &facts, CPU_F32).unwrap();
         assert_close("state 0", &head.embed(&golden.ids_t), &golden.embedded_th, TOLERANCE);
         // rows that were added have logits of their own
         let rows = golden.logits_tv.size()[1];
@@ -88,7 +88,7 @@ fn check(dir: &Path, change: fn(&mut Checkpoint)) {
 fn few_logits(dir: &Path, facts: &TargetFacts, golden: &Golden) {
     let ids = [7, 0, 11];
     let state_h = Vec::<f32>::try_from(golden.last_th.get(3)).unwrap();
-    let few = TargetHead::logits_of(dir, facts, &state_h, false, &ids).unwrap();
+    let few = TargetIo::logits_of(dir, facts, &state_h, false, &ids).unwrap();
     let expected = golden.logits_tv.get(3).index_select(0, &Tensor::from_slice(&ids));
     assert_close("a few logits", &Tensor::from_slice(&few), &expected, TOLERANCE);
 }

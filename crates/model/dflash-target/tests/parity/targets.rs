@@ -257,11 +257,11 @@ fn check(dir: &Path, kernels: Kernels) {
     let all: Vec<u32> = (0..=target.num_layers() as u32).collect();
     assert_eq!(states.size()[0], all.len() as i64, "a state for each layer id");
     no_grad(|| {
-        let captures = target.forward_packed(&ids, &[0, tokens], &all);
-        for (id, capture) in captures.iter().enumerate() {
-            assert_close(&format!("state {id}"), capture, &states.get(id as i64), TOLERANCE);
+        let aux_states = target.forward_packed(&ids, &[0, tokens], &all);
+        for (id, aux_state) in aux_states.iter().enumerate() {
+            assert_close(&format!("state {id}"), aux_state, &states.get(id as i64), TOLERANCE);
         }
-        let found = target.logits(captures.last().unwrap());
+        let found = target.logits(aux_states.last().unwrap());
         assert_close("logits", &found, &logits, TOLERANCE);
         let prefill = tokens * 4 / 5;
         let expected = match golden.names().iter().any(|name| name == "decode_logits") {

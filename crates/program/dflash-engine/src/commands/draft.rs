@@ -11,7 +11,7 @@ use dflash_draft::objective::DraftVocabulary;
 use dflash_draft::{DraftConfig, HeadStart, fresh_head};
 use dflash_hub::{Hub, Part};
 use dflash_settings::{
-    DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid, NGRAM_DRAFT,
+    DEFAULT_AUX_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_LAYERS, DraftSettings, Invalid, NGRAM_DRAFT,
     NO_DRAFT,
 };
 use dflash_target::{
@@ -82,7 +82,7 @@ impl Draft {
             block_size: settings.block_size.unwrap_or(slots),
             target_layer_ids: ids
                 .or_else(|| stored.map(|draft| draft.target_layer_ids.clone()))
-                .unwrap_or_else(|| default_layer_ids(depth, DEFAULT_CAPTURES)),
+                .unwrap_or_else(|| default_layer_ids(depth, DEFAULT_AUX_LAYERS)),
             mask_token_id: settings.mask_token_id.unwrap_or_default(),
             sliding_window: window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
             vocab_size: settings.draft_vocab_size,

@@ -29,7 +29,7 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
         check_sglang(&source, &target)?;
     }
     let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
-    let near = exported.nearness;
+    let near = exported.deviation;
     tracing::info!(
         "{} tensors of {} weights read back, {:.1} MiB: the largest difference is {} of its tensor's \
          largest weight, that of a forward pass {} (root mean square)",

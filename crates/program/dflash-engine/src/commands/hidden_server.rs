@@ -16,7 +16,7 @@ use dflash_tensor::gpus_for;
 /// Runs the command.
 pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
-    let ranks = settings.division.ranks();
+    let ranks = settings.parallel.ranks();
     if ranks == 1 {
         tracing::info!("loading {}", dir.display());
         let own = settings.clone();
@@ -46,10 +46,10 @@ fn rank(
     env: WorkerEnv,
     stop: &Arc<AtomicBool>,
 ) -> anyhow::Result<()> {
-    if env.world_size != settings.division.ranks() {
+    if env.world_size != settings.parallel.ranks() {
         let expected = format!(
             "--pipeline times --tensor-parallel-size is {}; this command starts the processes itself",
-            settings.division.ranks()
+            settings.parallel.ranks()
         );
         return Err(Invalid::new("WORLD_SIZE", env.world_size, expected).into());
     }
@@ -67,8 +67,8 @@ fn start_ranks(
     dir: &Path,
     stop: &Arc<AtomicBool>,
 ) -> anyhow::Result<()> {
-    let ranks = settings.division.ranks();
-    grid(settings.division).check(&TargetConfig::load(dir)?)?;
+    let ranks = settings.parallel.ranks();
+    grid(settings.parallel).check(&TargetConfig::load(dir)?)?;
     check_gpus(settings.device, ranks)?;
     settings.check_port_file()?;
     let program = std::env::current_exe().context("cannot find this program's own path")?;

@@ -144,7 +144,7 @@ fn lines_and_records_say_whose_states_they_were() {
     assert_eq!(last["samples"], 48, "two epochs of 24");
     assert_eq!(last["stream"]["generated"], 48);
     assert_eq!(last["stream"]["requests"], 0);
-    // Two captures of 32 numbers in bfloat16 for each token.
+    // Two auxiliary layers of 32 numbers in bfloat16 for each token.
     let tokens = last["tokens"].as_u64().unwrap();
     assert_eq!(last["stream"]["bytes"], tokens * 2 * 32 * 2);
     let made = std::fs::read(world.path("out").join("run.json")).unwrap();

@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 
 use crate::world::{Run, World};
 
-/// Captured layers that every engine gives out.
+/// Auxiliary layers that every engine gives out.
 const EARLY: [&str; 2] = ["--target-layer-ids", "1"];
 
 /// A world with a drafter of a few steps.

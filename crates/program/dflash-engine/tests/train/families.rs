@@ -68,7 +68,7 @@ impl Family {
         (0..TOKENS as i64).map(|t| 3 + (document as i64 * 7 + t * t) % 60).collect()
     }
 
-    /// Stored states as speculators writes them: the captured layers, and the last.
+    /// Stored states as speculators writes them: the auxiliary layers, and the last.
     fn write_data(&self) {
         let mut writer =
             DatasetWriter::create(&self.path("data"), WriterOptions::default()).unwrap();
@@ -159,7 +159,7 @@ fn goes_the_whole_way(name: &str, more: &[&str]) -> Family {
         "4",
         "--layers",
         "1",
-        "--captures",
+        "--aux-layers",
         "2",
         "--json",
     ];

@@ -165,7 +165,7 @@ fn reports_name_devices_as_flags_do() {
     let small =
         ["--tokens", "64", "--docs", "2", "--anchors", "4", "--block", "4", "--layers", "1"];
     let bench = |more: &[&str]| -> serde_json::Value {
-        let small = [&small[..], &["--captures", "2", "--steps", "1"], more].concat();
+        let small = [&small[..], &["--aux-layers", "2", "--steps", "1"], more].concat();
         let bench = world.engine(&[&bench[..], &small].concat());
         assert!(bench.success(), "{}", bench.stderr);
         serde_json::from_str(&bench.stdout).unwrap()

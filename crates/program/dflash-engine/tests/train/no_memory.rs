@@ -91,7 +91,7 @@ pub(crate) fn starve(process: u32) -> u64 {
     limit
 }
 
-/// A run that ended for want of memory: in which step, as it says.
+/// A run that ended for lack of memory: in which step, as it says.
 fn check_ended(run: &Run, rank: usize) -> u64 {
     assert_eq!(run.code, Some(1), "{}", run.stderr);
     let begins = format!("error: rank {rank} ran out of memory in step ");
@@ -184,7 +184,7 @@ fn any_command_without_memory_ends_as_one_that_was_asked_for_too_much() {
             "--docs",
             "1",
         ]);
-        command.args(["--layers", "1", "--captures", "2", "--block", "16", "--steps", steps]);
+        command.args(["--layers", "1", "--aux-layers", "2", "--block", "16", "--steps", steps]);
         command.args(shape).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
         command
     };

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use dflash_hidden_states::{Dtype, HiddenStates, OfflineFiles};
-use dflash_target::{Target, TargetHead, TargetOptions};
+use dflash_target::{Target, TargetIo, TargetOptions};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -54,7 +54,7 @@ struct Vllm {
 /// What the server runs.
 struct Served {
     target: Target,
-    head: TargetHead,
+    head: TargetIo,
     wrong: Wrong,
     storage: PathBuf,
     requests: Arc<AtomicUsize>,
@@ -76,7 +76,7 @@ impl Vllm {
         thread::spawn(move || {
             let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
             let target = Target::load(&dir, &options).unwrap();
-            let head = TargetHead::load(&dir, Device::Cpu, Kind::Float).unwrap();
+            let head = TargetIo::load(&dir, Device::Cpu, Kind::Float).unwrap();
             let mut served = Served { target, head, wrong, storage: kept, requests: count };
             for client in listener.incoming().flatten() {
                 // A client that is gone wants no answer.
@@ -287,10 +287,15 @@ fn states_behind_the_final_norm_are_taken_so_and_recorded() {
     let world = World::new();
     weigh_final_norm(&world);
     let (plain, normed) = (Vllm::start(&world, Wrong::Nothing), Vllm::start(&world, Wrong::Normed));
-    // The teacher's distribution is read from the last states.
-    let teacher = ["--trust-layer-ids", "--loss", "kl"];
+    // The target's distribution is read from the last states.
+    let target_distribution = ["--trust-layer-ids", "--loss", "kl"];
     let train = |save: &str, vllm: &Vllm| {
-        let run = train(&world, save, vllm, &[&teacher[..], &["--target-layer-ids", "1"]].concat());
+        let run = train(
+            &world,
+            save,
+            vllm,
+            &[&target_distribution[..], &["--target-layer-ids", "1"]].concat(),
+        );
         assert!(run.success(), "{}", run.stderr);
         run
     };
@@ -371,7 +376,7 @@ fn stored_states_of_other_software_need_the_user_s_word_and_ours_do_not() {
     // Of which one has the layers of another.
     let ids: Vec<i64> = (0..12).collect();
     let states = HiddenStates::new(vec![1, 2], 12, 32, Dtype::F32, {
-        let target = TargetHead::load(&world.path("target"), Device::Cpu, Kind::Float).unwrap();
+        let target = TargetIo::load(&world.path("target"), Device::Cpu, Kind::Float).unwrap();
         let bytes = |tensor: Tensor| {
             let values = Vec::<f32>::try_from(tensor.reshape([-1])).unwrap();
             values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>().into()

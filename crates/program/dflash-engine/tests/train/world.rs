@@ -367,10 +367,10 @@ fn store_states(target: &Target, samples: &[Sample], files: OfflineFiles) {
     for (index, sample) in samples.iter().enumerate() {
         let ids = Tensor::from_slice(&sample.input_ids);
         let tokens = sample.input_ids.len();
-        let captures =
+        let aux_states =
             tch::no_grad(|| target.forward_packed(&ids, &[0, tokens as i64], &LAYER_IDS));
-        let hidden = captures[0].size()[1] as usize;
-        let layers = captures.iter().map(bytes_of).collect();
+        let hidden = aux_states[0].size()[1] as usize;
+        let layers = aux_states.iter().map(bytes_of).collect();
         let states = HiddenStates::new(LAYER_IDS.to_vec(), tokens, hidden, Dtype::F32, layers);
         files.write(index as u64, &sample.input_ids, &states.unwrap()).unwrap();
     }

@@ -8,12 +8,13 @@ use clap::error::{ContextKind, ErrorKind};
 use super::numbers::{command, text};
 use super::{Refusal, usage_error};
 
-const DIVIDING: [&str; 3] = ["--pipeline", "--pipeline-parallel-size", "--tensor-parallel-size"];
+const PARALLEL_FLAGS: [&str; 3] =
+    ["--pipeline", "--pipeline-parallel-size", "--tensor-parallel-size"];
 
 /// `refusal` of `args` with the way that there is, where it is about one of these flags.
 pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     let Refusal::Usage(error) = &refusal else { return refusal };
-    let flag = text(error, ContextKind::InvalidArg).filter(|flag| DIVIDING.contains(flag));
+    let flag = text(error, ContextKind::InvalidArg).filter(|flag| PARALLEL_FLAGS.contains(flag));
     let (Some(flag), ErrorKind::UnknownArgument) = (flag, error.kind()) else { return refusal };
     let name = command(args);
     let instead = match name {

@@ -144,7 +144,7 @@ mod tests {
         let refusal = |line| resolve(line).unwrap_err();
         let (settings, _) =
             resolve("m -- --tensor-parallel-size 2 --pipeline-parallel-size 3").unwrap();
-        assert_eq!((settings.division.tensor_parallel_size, settings.division.pipeline), (2, 3));
+        assert_eq!((settings.parallel.tensor_parallel_size, settings.parallel.pipeline), (2, 3));
         let text = refusal("m -- --quantization fp8");
         assert!(text.contains("--quantization") && text.contains("remove it"), "{text}");
         let text = refusal("m -- --port many");

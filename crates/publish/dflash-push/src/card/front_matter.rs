@@ -1,7 +1,7 @@
 //! The part of a card that the Hub reads: <https://huggingface.co/docs/hub/model-cards>.
 
 use dflash_formats::draft::Layout;
-use dflash_run::{Evaluation, Way};
+use dflash_run::{EvalMode, Evaluation};
 use serde_json::{Map, Value, json};
 
 use super::measured::prompts_name;
@@ -55,9 +55,9 @@ impl Card<'_> {
 /// An evaluation as an entry of the result list.
 fn result(report: &Evaluation) -> Value {
     let prompts = prompts_name(report);
-    let name = match report.way == Way::default() {
+    let name = match report.mode == EvalMode::default() {
         true => prompts.clone(),
-        false => format!("{prompts}, {}", report.way),
+        false => format!("{prompts}, {}", report.mode),
     };
     let metric = |kind: &str, name: &str, value: f64| {
         let value = (value * DECIMALS).round() / DECIMALS;

@@ -43,7 +43,7 @@ fn row(report: &Evaluation) -> String {
     format!(
         "| {} | {} | {} | {} | {:.3} | {:.3} | {:.1} | {:.1} | {:.2}x | {} |\n",
         plain(&prompts_name(report)),
-        report.way,
+        report.mode,
         report.responses,
         report.tokens,
         acceptance.acceptance_length,
@@ -75,7 +75,7 @@ fn details(report: &Evaluation) -> String {
         "- {}: {}, at most {} tokens an answer, blocks of {}; {}. Share of all steps in which each \
          slot was accepted: {}.\n",
         code(&prompts_name(report)),
-        report.way,
+        report.mode,
         report.max_new_tokens,
         report.block_size,
         plain(&report.device),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use dflash_formats::draft::{HeadFields, Outline};
 use dflash_identity::TargetIdentity;
-use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates, Way};
+use dflash_run::{AcceptanceFigures, EvalMode, Evaluation, Identical, Rates};
 use dflash_settings::{PushSettings, Thinking};
 use serde_json::json;
 
@@ -184,8 +184,8 @@ fn text_from_elsewhere_stays_in_its_cell() {
 
 #[test]
 fn ways_of_one_set_are_told_apart() {
-    let way = Way { temperature: 1.0, thinking: Thinking::Off, concurrency: 8 };
-    let text = text("Qwen/Qwen3-8B", json!({}), &[report(), Evaluation { way, ..report() }]);
+    let mode = EvalMode { temperature: 1.0, thinking: Thinking::Off, concurrency: 8 };
+    let text = text("Qwen/Qwen3-8B", json!({}), &[report(), Evaluation { mode, ..report() }]);
     check(
         &text,
         &[

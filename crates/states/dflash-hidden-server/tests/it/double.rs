@@ -213,7 +213,7 @@ pub(crate) fn config() -> HiddenServerSettings {
         max_batch_tokens: 100,
         max_model_len: None,
         threads: Some(1),
-        division: dflash_settings::DivisionSettings::default(),
+        parallel: dflash_settings::ParallelSettings::default(),
     }
 }
 

@@ -303,7 +303,7 @@ fn log_probabilities_tell_the_target_from_another_model() {
 #[test]
 fn a_vllm_that_cannot_be_checked_is_used_by_its_name() {
     let refuses = Quirks { log_probabilities: None, ..Quirks::default() };
-    // Only the captured layers, without the last.
+    // Only the auxiliary layers, without the last.
     let lacks = Quirks { states: |ids| states_of(ids, &LAYERS), ..Quirks::default() };
     for quirks in [refuses, lacks] {
         let vllm = vllm(quirks);

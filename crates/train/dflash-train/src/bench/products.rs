@@ -136,10 +136,10 @@ fn products(config: &DraftConfig, rows: Rows) -> Vec<MeasuredProduct> {
     let chunk = supervised.clamp(1, chunk.max(1));
     let chunks = supervised.max(1).unsigned_abs().div_ceil(chunk.unsigned_abs()) as usize;
     // Rows, inputs and outputs of the forward product, how often, and which of the gradients there are:
-    // captured states need none, the context's projection leads to the fusion's, the output projection
+    // auxiliary hidden states need none, the context's projection leads to the fusion's, the output projection
     // stays as it is.
     let weights = [
-        ("features", "fc", (context, config.captures() * h, h), 1, (false, true)),
+        ("features", "fc", (context, config.aux_layers() * h, h), 1, (false, true)),
         ("projections", "qkv", (slots, h, q + kv), layers, (true, true)),
         ("projections", "context kv", (context, h, kv), layers, (true, true)),
         ("projections", "o", (slots, q, h), layers, (true, true)),

@@ -7,17 +7,17 @@ use std::time::{Duration, Instant};
 
 use dflash_data::AnchorOptions;
 use dflash_dist::Single;
-use dflash_draft::{HeadStart, fresh_head};
 use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
+use dflash_draft::{HeadStart, fresh_head};
 use dflash_kernels::kernels::Kernels;
 use dflash_settings::{Classed, Resume, SpeculatorType};
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use tch::{Device, Kind, Tensor};
 
 use super::*;
 use crate::batch::BatchMaker;
 use crate::fake::{Beside, draft_config};
-use crate::masters::Masters;
+use crate::master_weights::MasterWeights;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
 use crate::world::World;
@@ -41,8 +41,8 @@ fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
     let fresh = Draft::zeros(config, Device::Cpu);
     let shards = Shards::even(fresh.layout().elements(), place);
     let optimizer = OptimizerConfig::default();
-    let (draft, masters) = Masters::new(fresh, Kind::BFloat16, &optimizer, shards);
-    masters.stream(&Single, &mut |part| drop(part.shallow_clone().uniform_(-1.0, 1.0))).ok();
+    let (draft, master_weights) = MasterWeights::new(fresh, Kind::BFloat16, &optimizer, shards);
+    master_weights.stream(&Single, &mut |part| drop(part.shallow_clone().uniform_(-1.0, 1.0))).ok();
     let _ = draft.flat().shallow_clone().uniform_(-1.0, 1.0);
     let objective = Objective {
         terms: vec![(ElementLoss::CrossEntropy, 1.0)],
@@ -53,10 +53,10 @@ fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
         kernels: Kernels::Fast,
     };
     let norm = (&cpu([1, hidden]).squeeze(), 1e-6);
-    let head = TargetHead::plain(cpu([96, hidden]), cpu([96, hidden]), norm);
+    let head = TargetIo::plain(cpu([96, hidden]), cpu([96, hidden]), norm);
     let anchors = AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
-    Trainer::new((draft, masters), (objective, batches))
+    Trainer::new((draft, master_weights), (objective, batches))
 }
 
 fn position(step: u64) -> Position {
@@ -102,7 +102,8 @@ fn measure(layers: usize) {
     there_and_back(&mut trainer(draft_config(32, 1), (0, 1)), &dir.path().join("small"));
     let mut trainer = trainer(draft_config(1024, layers), (0, 1));
     let [saving, resuming] = there_and_back(&mut trainer, &dir.path().join("large"));
-    let bytes = trainer.masters.entries().iter().map(|entry| 4 * entry.shape[0]).sum::<i64>();
+    let bytes =
+        trainer.master_weights.entries().iter().map(|entry| 4 * entry.shape[0]).sum::<i64>();
     let mb = bytes as f64 / 1e6;
     let expected = super::bytes(trainer.draft.config(), &OptimizerConfig::default());
     assert_eq!(expected, bytes / 12 * 14, "what the time to save is computed from");
@@ -118,15 +119,15 @@ fn measure(layers: usize) {
 fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
     let mut saved = PathBuf::new();
     let saving = peak_of(|| saved = save(trainer, &position(3), path, &Single).unwrap());
-    trainer.masters.stream(&Single, &mut |part| drop(part.shallow_clone().zero_())).unwrap();
+    trainer.master_weights.stream(&Single, &mut |part| drop(part.shallow_clone().zero_())).unwrap();
     let _ = trainer.draft.flat().shallow_clone().zero_();
     let resuming = peak_of(|| {
         resume(trainer, &Checkpoint::at(path, 3), (&position(0), &[])).unwrap();
     });
     let stored = TensorFile::open(&saved.join(Checkpoint::TENSORS)).unwrap();
-    let mut entries = trainer.masters.entries().into_iter();
+    let mut entries = trainer.master_weights.entries().into_iter();
     trainer
-        .masters
+        .master_weights
         .stream(&Single, &mut |part| {
             let name = entries.next().unwrap().name;
             assert!(stored.any_tensor(&name).unwrap().equal(part), "{name}");
@@ -191,12 +192,15 @@ fn a_rank_that_cannot_write_takes_part_to_the_end() {
     };
     let (saved, expected) = exchanged(&dir.path().join("good"));
     let state = TensorFile::open(&saved.unwrap().join(Checkpoint::TENSORS)).unwrap();
-    let masters = state.any_tensor(MASTERS).unwrap();
-    let half = masters.numel() as i64 / 2;
-    let own = trainer.masters.weights.numel() as i64;
+    let master_weights = state.any_tensor(MASTER_WEIGHTS).unwrap();
+    let half = master_weights.numel() as i64 / 2;
+    let own = trainer.master_weights.weights.numel() as i64;
     assert!((half - own).abs() <= 16, "{half} and {own}");
-    assert!(masters.narrow(0, 0, own).equal(&trainer.masters.weights));
-    assert!(bool::try_from(masters.narrow(0, own, own).eq(1.0).all()).unwrap(), "the peer's");
+    assert!(master_weights.narrow(0, 0, own).equal(&trainer.master_weights.weights));
+    assert!(
+        bool::try_from(master_weights.narrow(0, own, own).eq(1.0).all()).unwrap(),
+        "the peer's"
+    );
     assert_eq!(expected, 2 * 3);
     // a file where the directory should be
     fs::write(dir.path().join("bad"), "").unwrap();

@@ -5,7 +5,7 @@ use dflash_kernels::optimizer::{AdamWBuffer, FusedAdamW, Steering, fused_adamw};
 use tch::{Device, Kind, Tensor};
 
 use super::groups::DecayedRate;
-use super::verdict::Verdict;
+use super::step_gate::StepGate;
 
 /// Constants of AdamW.
 #[derive(Clone, Copy, Debug)]
@@ -66,17 +66,17 @@ impl Moments {
         }
     }
 
-    /// Moves `parts`, of which each has its parameters, gradient and moments, as `verdict` has it. Weights
+    /// Moves `parts`, of which each has its parameters, gradient and moments, as `gate` has it. Weights
     /// decay in the same pass.
-    pub(super) fn steered_step(
+    pub(super) fn step_on_device(
         parts: &[AdamWBuffer],
         config: AdamWConfig,
         steps: &Tensor,
         DecayedRate { rate, decay: weight_decay }: DecayedRate,
-        verdict: &Verdict,
+        gate: &StepGate,
     ) -> Result<(), dflash_torch_sys::Error> {
         let AdamWConfig { beta1, beta2, epsilon } = config;
-        let (divisor, skip) = (&verdict.divisor, &verdict.skipped());
+        let (divisor, skip) = (&gate.divisor, &gate.skipped());
         let step = FusedAdamW { rate, beta1, beta2, weight_decay, epsilon };
         fused_adamw(parts, Steering { steps, divisor, skip }, step)
     }

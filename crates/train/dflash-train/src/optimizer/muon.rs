@@ -8,7 +8,7 @@ use dflash_kernels::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::groups::Piece;
-use super::verdict::Verdict;
+use super::step_gate::StepGate;
 
 /// Coefficients of the quintic iteration (Keller Jordan, "Muon", 2024): the steepest start at which
 /// singular values still settle near 1.
@@ -69,7 +69,7 @@ impl Muon {
     pub(super) fn step(
         &self,
         piece: &Piece,
-        masters: &Tensor,
+        master_weights: &Tensor,
         gradient: &Tensor,
         rate: f64,
         kernels: Kernels,
@@ -78,26 +78,26 @@ impl Muon {
         let (gradient, momentum) = (matrix(gradient), matrix(&self.momentum));
         let _ = momentum.shallow_clone().lerp_(&gradient, 1.0 - self.config.momentum);
         let update = self.direction(&gradient, &momentum, kernels);
-        let _ = matrix(masters).g_add_(&(update * -self.length(piece, rate)));
+        let _ = matrix(master_weights).g_add_(&(update * -self.length(piece, rate)));
     }
 
-    /// As [`Self::step`], if `verdict` lets it, along the gradient that it divides.
-    pub(super) fn steered_step(
+    /// As [`Self::step`], if `gate` lets it, along the gradient that it divides.
+    pub(super) fn step_on_device(
         &self,
         piece: &Piece,
-        masters: &Tensor,
+        master_weights: &Tensor,
         gradient: &Tensor,
         rate: f64,
-        verdict: &Verdict,
+        gate: &StepGate,
         kernels: Kernels,
     ) {
         let matrix = |buffer: &Tensor| piece.of(buffer).view(piece.shape.as_slice());
-        let (gradient, momentum) = (verdict.divided(&matrix(gradient)), matrix(&self.momentum));
-        let share = verdict.share(1.0 - self.config.momentum);
+        let (gradient, momentum) = (gate.divided(&matrix(gradient)), matrix(&self.momentum));
+        let share = gate.share(1.0 - self.config.momentum);
         let _ = momentum.shallow_clone().lerp_tensor_(&gradient, &share);
         let update = self.direction(&gradient, &momentum, kernels);
-        let length = verdict.share(-self.length(piece, rate));
-        let _ = matrix(masters).g_add_(&(update * length));
+        let length = gate.share(-self.length(piece, rate));
+        let _ = matrix(master_weights).g_add_(&(update * length));
     }
 
     /// Where a matrix of this gradient and momentum goes, in their kind.

@@ -22,18 +22,22 @@ fn ones() -> Tensor {
     Tensor::ones([ELEMENTS], (Kind::Float, Device::Cpu))
 }
 
-fn optimizer(algorithm: Algorithm, weight_decay: WeightDecay, masters: &Tensor) -> Optimizer {
+fn optimizer(
+    algorithm: Algorithm,
+    weight_decay: WeightDecay,
+    master_weights: &Tensor,
+) -> Optimizer {
     let config = OptimizerConfig { algorithm, weight_decay, ..OptimizerConfig::default() };
-    Optimizer::new(&config, Groups::of(&parameters(), &(0..ELEMENTS)), masters)
+    Optimizer::new(&config, Groups::of(&parameters(), &(0..ELEMENTS)), master_weights)
 }
 
 /// Takes one step from ones; `expected` are a matrix element, a norm element and padding.
 fn check(algorithm: Algorithm, weight_decay: WeightDecay, gradient: f64, expected: [f64; 3]) {
-    let mut masters = ones();
+    let mut master_weights = ones();
     let gradient = ones() * gradient;
-    optimizer(algorithm, weight_decay, &masters).step(&mut masters, &gradient, 0.1);
+    optimizer(algorithm, weight_decay, &master_weights).step(&mut master_weights, &gradient, 0.1);
     for (index, expected) in [0, 17, 20].into_iter().zip(expected) {
-        let found = masters.double_value(&[index]);
+        let found = master_weights.double_value(&[index]);
         assert!((found - expected).abs() < 1e-6, "{found}, expected {expected}");
     }
 }
@@ -61,18 +65,18 @@ fn embeddings_move_by_adamw_and_never_decay() {
     let weight_decay = WeightDecay { matrices: 0.5, norms: 0.2 };
     for algorithm in [Algorithm::AdamW, muon] {
         for gradient in [0.0, -3.0] {
-            let (mut masters, gradient) = (ones(), ones() * gradient);
+            let (mut master_weights, gradient) = (ones(), ones() * gradient);
             let groups = Groups::of(&parameters, &(0..ELEMENTS));
             let config = OptimizerConfig { algorithm, weight_decay, ..OptimizerConfig::default() };
-            let mut optimizer = Optimizer::new(&config, groups.clone(), &masters);
-            optimizer.step(&mut masters, &gradient, 0.1);
+            let mut optimizer = Optimizer::new(&config, groups.clone(), &master_weights);
+            optimizer.step(&mut master_weights, &gradient, 0.1);
             let expected = if gradient.double_value(&[0]) == 0.0 { 1.0 } else { 1.1 };
-            assert!((masters.double_value(&[17]) - expected).abs() < 1e-6, "{algorithm:?}");
-            let steered = ones();
-            let mut optimizer = Optimizer::new(&config, groups, &steered);
-            let verdict = Verdict::new(&Tensor::from_slice(&[1.0]), Tensor::from_slice(&[false]));
-            optimizer.steered_step(&steered, &gradient, 0.1, &verdict).unwrap();
-            assert!((steered.double_value(&[17]) - expected).abs() < 1e-6, "{algorithm:?}");
+            assert!((master_weights.double_value(&[17]) - expected).abs() < 1e-6, "{algorithm:?}");
+            let on_device = ones();
+            let mut optimizer = Optimizer::new(&config, groups, &on_device);
+            let gate = StepGate::new(&Tensor::from_slice(&[1.0]), Tensor::from_slice(&[false]));
+            optimizer.step_on_device(&on_device, &gradient, 0.1, &gate).unwrap();
+            assert!((on_device.double_value(&[17]) - expected).abs() < 1e-6, "{algorithm:?}");
         }
     }
 }
@@ -87,12 +91,12 @@ fn with_muon_norms_move_as_with_adamw() {
     let _draws = seeded(tch::manual_seed);
     let gradients = [(); 3].map(|()| Tensor::randn([ELEMENTS], (Kind::Float, Device::Cpu)));
     let norms = [Algorithm::AdamW, Algorithm::Muon(MuonConfig::default())].map(|algorithm| {
-        let mut masters = ones();
-        let mut optimizer = optimizer(algorithm, WeightDecay::default(), &masters);
+        let mut master_weights = ones();
+        let mut optimizer = optimizer(algorithm, WeightDecay::default(), &master_weights);
         for gradient in &gradients {
-            optimizer.step(&mut masters, gradient, 0.01);
+            optimizer.step(&mut master_weights, gradient, 0.01);
         }
-        Vec::<f32>::try_from(masters.narrow(0, 16, 2)).unwrap()
+        Vec::<f32>::try_from(master_weights.narrow(0, 16, 2)).unwrap()
     });
     assert_eq!(norms[0], norms[1]);
     assert_ne!(norms[0], [1.0, 1.0]);
@@ -107,10 +111,10 @@ fn matrices_side_by_side_are_made_orthogonal_one_by_one() {
     let algorithm = Algorithm::Muon(MuonConfig::default());
     let config = OptimizerConfig { algorithm, ..OptimizerConfig::default() };
     let step = |parameters: &[Parameter], gradient: &Tensor| {
-        let mut masters = gradient.zeros_like();
+        let mut master_weights = gradient.zeros_like();
         let groups = Groups::of(parameters, &(0..gradient.size()[0]));
-        Optimizer::new(&config, groups, &masters).step(&mut masters, gradient, 0.01);
-        Vec::<f32>::try_from(masters).unwrap()
+        Optimizer::new(&config, groups, &master_weights).step(&mut master_weights, gradient, 0.01);
+        Vec::<f32>::try_from(master_weights).unwrap()
     };
     let joined = step(&side_by_side, &gradient);
     let first = step(&[parameter(&[4, 3], 0)], &gradient.narrow(0, 0, 12).contiguous());

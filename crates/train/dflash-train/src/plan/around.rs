@@ -29,7 +29,7 @@ impl Family {
 /// GPUs of the trainers' model that run the target beside them.
 #[derive(Clone, Debug, Serialize)]
 pub struct Servers {
-    /// The target's arithmetic of a row, up to the highest captured layer, TFLOP.
+    /// The target's arithmetic of a row, up to the highest auxiliary layer, TFLOP.
     pub row_tflop: f64,
     /// Seconds of one GPU for a row, at the efficiencies of a burst and of a day.
     pub row_seconds: [f64; 2],

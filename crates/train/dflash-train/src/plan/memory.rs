@@ -1,6 +1,6 @@
 //! Bytes that a rank holds at its peak, part by part.
 //!
-//! In float32 the draft computes with the masters themselves, whole on every rank; in bfloat16 with a
+//! In float32 the draft computes with the master weights themselves, whole on every rank; in bfloat16 with a
 //! copy beside them. On a GPU the window of hidden states and the rows made of it stay on the host.
 
 use dflash_draft::{DraftConfig, DraftLayout};
@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::Planned;
 use super::rows::RowShape;
 use super::target::Colocated;
-use crate::ahead::BUFFERS;
+use crate::prefetcher::BUFFERS;
 
 /// Program, libraries and allocator on a CPU before a model is loaded: resident memory of
 /// `dflash bench` less its tensors.
@@ -27,7 +27,8 @@ const MIB: f64 = (1 << 20) as f64;
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Memory {
     /// Float32 parameters.
-    pub masters: f64,
+    #[serde(rename = "masters")]
+    pub master_weights: f64,
     /// What the optimizer keeps: AdamW's two moments, or Muon's momentum.
     pub moments: f64,
     /// Averaged weights.
@@ -64,13 +65,13 @@ pub struct Memory {
 impl Memory {
     /// What a GPU holds before the first step.
     pub(super) fn at_first(&self) -> f64 {
-        let state = self.masters + self.moments + self.average + self.gradients + self.copy;
+        let state = self.master_weights + self.moments + self.average + self.gradients + self.copy;
         state + self.frozen + self.target + self.process
     }
 
     /// Sum of the parts that are where the rank computes: with a `gpu` some are elsewhere.
     pub fn total(&self, gpu: bool) -> f64 {
-        let state = self.masters + self.moments + self.average + self.gradients + self.copy;
+        let state = self.master_weights + self.moments + self.average + self.gradients + self.copy;
         let hidden_states = if gpu { 0.0 } else { self.window + self.ahead };
         let turns = (self.activations + self.logits).max(self.target_pass);
         state + self.frozen + self.target + turns + self.widest + hidden_states + self.process
@@ -101,18 +102,18 @@ pub(super) fn memory(
         OptimizerKind::Muon => 1.0,
     };
     let averages = if settings.optimizer.ema_decay.is_some() { 1.0 } else { 0.0 };
-    let masters = if bf16 { 1.0 } else { 0.0 };
+    let master_weights = if bf16 { 1.0 } else { 0.0 };
     let matrix = (target.vocab_size * target.hidden_size) as f64 * width;
     let own_head = if target.is_tied() { 0.0 } else { matrix };
     let pruned = vocab_size.map_or(0.0, |rows| rows as f64 * draft.hidden_size as f64);
     let head_rows = vocab_size.map_or(target.vocab_size as f64, |rows| rows as f64);
     // Slots are taken one at a time where a chunk holds less than one.
-    let copies = if settings.objective.needs_teacher() { 6.0 } else { 1.0 };
+    let copies = if settings.objective.needs_target_distribution() { 6.0 } else { 1.0 };
     // of a GPU of any size: no default is larger
     let free = gpu.then_some(u64::MAX);
     let logits = (settings.objective.chunk_bytes(free) as f64).max(head_rows * 4.0 * copies);
     Memory {
-        masters: 4.0 * if bf16 { share } else { elements },
+        master_weights: 4.0 * if bf16 { share } else { elements },
         moments: 4.0 * moments * share,
         average: 4.0 * averages * share,
         gradients: 4.0 * elements,
@@ -127,7 +128,7 @@ pub(super) fn memory(
         window: if colocated.is_some() { 0.0 } else { window(planned, draft) },
         ahead: if colocated.is_some() { 0.0 } else { ahead(planned, draft, (row, width)) },
         widest: 0.0,
-        elsewhere: 4.0 * (masters + moments + averages) * (elements - share),
+        elsewhere: 4.0 * (master_weights + moments + averages) * (elements - share),
         process: if gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
     }
 }
@@ -144,8 +145,12 @@ fn window(planned: &Planned<'_>, draft: &DraftConfig) -> f64 {
 /// computed on.
 fn ahead(planned: &Planned<'_>, draft: &DraftConfig, (row, width): (&RowShape, f64)) -> f64 {
     let h = draft.hidden_size as f64;
-    let last = if planned.settings.objective.needs_teacher() { row.tokens * h * 2.0 } else { 0.0 };
-    let features = row.context_rows * draft.captures() as f64 * h;
+    let last = if planned.settings.objective.needs_target_distribution() {
+        row.tokens * h * 2.0
+    } else {
+        0.0
+    };
+    let features = row.context_rows * draft.aux_layers() as f64 * h;
     let beside = row.slots * 8.0 + last;
     let buffers = BUFFERS as f64;
     if planned.place.is_gpu() {
@@ -173,9 +178,9 @@ fn activations(
     let layer = (slots * kept_slot + context * kv_width) * width + slots * heads * 4.0;
     let kept = if recompute { layers * slots * h * width + layer } else { layers * layer };
     // The features of the next row are on a GPU already.
-    let next = if gpu { context * draft.captures() as f64 * h * 2.0 } else { 0.0 };
+    let next = if gpu { context * draft.aux_layers() as f64 * h * 2.0 } else { 0.0 };
     // Features, their fusion before and after the norm, and the gradient of the latter.
-    let shared = context * (draft.captures() as f64 + 3.0) * h * width;
+    let shared = context * (draft.aux_layers() as f64 + 3.0) * h * width;
     // The last state, its norm and gradient, and the embeddings.
     let ends = slots * 4.0 * h * width;
     // The widest moment of a layer's backward pass: the activated product, a norm, and gradients of

@@ -37,7 +37,7 @@ pub struct RowShape {
     pub longest: f64,
     /// With --colocate the target's arithmetic.
     pub target_flops: f64,
-    /// The arithmetic of a target that runs here or in our server: products, up to the highest capture.
+    /// The arithmetic of a target that runs here or in our server: products, up to the highest auxiliary layer.
     pub target_products: f64,
     /// The same of its attention.
     pub target_attention: f64,
@@ -86,7 +86,7 @@ impl Epoch {
             // which tokens a pruned one lacks is not known yet
             vocabulary: None,
             head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
-            teacher: planned.settings.objective.needs_teacher(),
+            target_distribution: planned.settings.objective.needs_target_distribution(),
         };
         let stride = rows.len().div_ceil(SAMPLED).max(1);
         let shape = |row: &Vec<u32>| {

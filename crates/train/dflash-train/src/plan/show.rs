@@ -6,10 +6,10 @@ use super::{AllReduce, Plan, Stream};
 
 impl Display for Plan {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let [layers, block, captures] = self.shape;
+        let [layers, block, aux_layers] = self.shape;
         writeln!(
             f,
-            "draft     {:.2} M parameters: {layers} layers, blocks of {block}, {captures} captures",
+            "draft     {:.2} M parameters: {layers} layers, blocks of {block}, {aux_layers} auxiliary hidden states",
             self.parameters as f64 / 1e6
         )?;
         for note in &self.notes {
@@ -143,7 +143,7 @@ impl Plan {
         let memory = &self.memory;
         let colocated = memory.target_pass > 0.0;
         let mut parts = vec![
-            ("masters, float32", memory.masters),
+            ("master weights, float32", memory.master_weights),
             ("optimizer's moments", memory.moments),
             ("averaged weights", memory.average),
             ("gradients", memory.gradients),

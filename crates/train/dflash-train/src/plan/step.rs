@@ -1,10 +1,10 @@
-//! One optimizer step on a pretended GPU: the code that training runs there, on tensors without data.
+//! One optimizer step on a fake CUDA device: the code that training runs there, on tensors without data.
 
 use dflash_data::PackedRow;
 use dflash_dist::Single;
 use dflash_draft::objective::Objective;
 use dflash_draft::{Draft, DraftConfig, Keep};
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use dflash_tensor::{LogitTransform, upload};
 use dflash_torch_sys::trace::{self, Record};
 use tch::{Device, Kind, Tensor};
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Error;
 use crate::assembly::slot_ids;
 use crate::batch::{Batch, BatchMaker, BlockMaker};
-use crate::masters::Masters;
+use crate::master_weights::MasterWeights;
 use crate::optimizer::OptimizerConfig;
 use crate::readback::Control;
 use crate::shards::Shards;
@@ -44,7 +44,7 @@ impl StepShape<'_> {
     /// What the step asks of the GPU. The peak of its memory counts weights and state as well.
     pub(crate) fn record(&self) -> Result<Record, Error> {
         let run = || tch::no_grad(|| self.run());
-        let (done, record) = trace::pretend(run)?;
+        let (done, record) = trace::on_fake_cuda(run)?;
         done?;
         Ok(record)
     }
@@ -56,7 +56,7 @@ impl StepShape<'_> {
         for micro_batch in 1..=self.micro_batches {
             let batch = self.batch(open.trainer());
             let added = open.add(Some(batch), micro_batch == self.micro_batches)?;
-            added.unwrap_or_else(|reason| panic!("a pretended GPU has no bound: {reason}"));
+            added.unwrap_or_else(|reason| panic!("a fake CUDA device has no bound: {reason}"));
         }
         open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
         Ok(())
@@ -65,12 +65,12 @@ impl StepShape<'_> {
     fn trainer(&self) -> Trainer {
         let draft = Draft::zeros(self.draft.clone(), GPU);
         let shards = Shards::whole(draft.layout().elements());
-        let parameters = Masters::new(draft, self.kind, &self.optimizer, shards);
+        let parameters = MasterWeights::new(draft, self.kind, &self.optimizer, shards);
         let head = self.head();
         let batches = BatchMaker {
             lm_head_vh: head.lm_head_vh.narrow(0, 0, self.blocks.head_rows as i64),
             output: LogitTransform::identity(),
-            teacher_layer: None,
+            distribution_layer: None,
             blocks: self.blocks.clone(),
             head,
         };
@@ -80,13 +80,13 @@ impl StepShape<'_> {
         trainer
     }
 
-    fn head(&self) -> TargetHead {
+    fn head(&self) -> TargetIo {
         let (rows, width) = (self.draft.vocab_size, self.draft.hidden_size);
         let matrix = || Tensor::empty([rows, width], (self.kind, GPU));
         let embedding_vh = matrix();
         let lm_head_vh = if self.tied { embedding_vh.shallow_clone() } else { matrix() };
         let norm_h = Tensor::empty([width], (Kind::Float, GPU));
-        TargetHead::plain(embedding_vh, lm_head_vh, (&norm_h, self.draft.rms_norm_eps))
+        TargetIo::plain(embedding_vh, lm_head_vh, (&norm_h, self.draft.rms_norm_eps))
     }
 
     /// As [`BatchMaker::make`], but that the row was not made ready by another thread.
@@ -94,19 +94,20 @@ impl StepShape<'_> {
         let _part = trace::part("rows");
         let Trainer { draft, batches, .. } = trainer;
         let blocks = self.blocks.draw(self.draft, self.row, 0);
-        let features_ck = self.states(blocks.plan.context_rows() as i64, self.draft.captures());
+        let features_ck = self.states(blocks.plan.context_rows() as i64, self.draft.aux_layers());
         let ids = slot_ids(self.draft, self.row, blocks.plan.anchors());
         let mut batch = batches.batch(draft, blocks, (features_ck, &upload(&ids, GPU)));
-        if self.blocks.teacher {
+        if self.blocks.target_distribution {
             let last_th = self.states(self.row.input_ids.len() as i64, 1);
-            batch.teacher = Some(batches.teacher(draft, &batch.labels, &last_th));
+            batch.target_distribution =
+                Some(batches.target_distribution(draft, &batch.labels, &last_th));
         }
         batch
     }
 
-    /// Hidden states of `captures` layers that were copied from pinned memory.
-    fn states(&self, rows: i64, captures: i64) -> Tensor {
-        let width = captures * self.draft.hidden_size;
+    /// Hidden states of `aux_layers` layers that were copied from pinned memory.
+    fn states(&self, rows: i64, aux_layers: i64) -> Tensor {
+        let width = aux_layers * self.draft.hidden_size;
         let host = Tensor::empty([rows, width], (self.kind, Device::Cpu));
         host.to_device_(GPU, self.kind, true, false)
     }

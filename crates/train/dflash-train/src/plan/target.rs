@@ -12,9 +12,9 @@ use super::memory::SLACK;
 pub(super) struct Colocated<'a> {
     config: &'a TargetConfig,
     settings: &'a HiddenStatesSettings,
-    /// Layers that run: those up to the highest capture.
+    /// Layers that run: those up to the highest auxiliary layer.
     layers: usize,
-    captures: f64,
+    aux_layers: f64,
     /// Bytes of its numbers, and of the draft's.
     widths: (f64, f64),
 }
@@ -29,15 +29,16 @@ impl<'a> Colocated<'a> {
     pub(super) fn native(planned: &'a Planned<'_>, draft: &DraftConfig) -> Option<Self> {
         let settings = &planned.settings.hidden_states;
         let target = planned.native.as_ref()?;
-        let teacher = planned.settings.objective.needs_teacher();
+        let target_distribution = planned.settings.objective.needs_target_distribution();
         let last = target.num_hidden_layers;
         let highest = draft.target_layer_ids.last().map_or(0, |&id| id as usize);
-        let is_captured = highest == last;
+        let is_aux_layer = highest == last;
         Some(Self {
             config: target,
             settings,
-            layers: if teacher { last } else { highest },
-            captures: (draft.captures() + i64::from(teacher && !is_captured)) as f64,
+            layers: if target_distribution { last } else { highest },
+            aux_layers: (draft.aux_layers() + i64::from(target_distribution && !is_aux_layer))
+                as f64,
             widths: (width(settings.target_dtype, planned.place.is_gpu()), planned.width()),
         })
     }
@@ -55,8 +56,8 @@ impl<'a> Colocated<'a> {
     pub(super) fn pass(&self, tokens: f64, longest: f64) -> f64 {
         let batch = (self.settings.target_batch_tokens as f64).max(longest).min(tokens);
         let h = self.config.hidden_size as f64;
-        let numbers = self.config.widest() + self.captures * h;
-        let states = tokens * self.captures * h * self.settings.states_dtype.size() as f64;
+        let numbers = self.config.widest() + self.aux_layers * h;
+        let states = tokens * self.aux_layers * h * self.settings.states_dtype.size() as f64;
         SLACK * (batch * numbers * self.widths.0 + states)
     }
 

@@ -2,7 +2,7 @@
 
 use dflash_hidden_states::{Dtype, HiddenStates, Probe};
 use dflash_run::Agreement;
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use tch::{Device, Kind, Tensor};
 
 use super::cause::Cause;
@@ -27,7 +27,7 @@ const ALIKE: f64 = 0.5;
 /// The states of one probe.
 pub(super) struct Sample<'a> {
     probe: &'a Probe,
-    head: &'a TargetHead,
+    head: &'a TargetIo,
     /// The last layer, whose states give the target's logits; `None` where those of no server do.
     last: Option<u32>,
     reported: Reported,
@@ -51,7 +51,7 @@ pub(super) enum Found {
 type Reading<'a> = (Cause, Box<dyn Fn() -> Tensor + 'a>);
 
 impl<'a> Sample<'a> {
-    pub(super) fn new(probe: &'a Probe, last: Option<u32>, head: &'a TargetHead) -> Self {
+    pub(super) fn new(probe: &'a Probe, last: Option<u32>, head: &'a TargetIo) -> Self {
         let known: Vec<_> = probe
             .log_probabilities
             .iter()

@@ -1,7 +1,7 @@
 //! Samples of a made-up head whose states and log-probabilities are wrong in one way each.
 
 use dflash_hidden_states::{Dtype, HiddenStates, LogProbability, Probe};
-use dflash_target::TargetHead;
+use dflash_target::TargetIo;
 use tch::{Device, Kind, Tensor};
 
 use super::cause::Cause;
@@ -14,7 +14,7 @@ const LAST: u32 = 4;
 
 /// A source of three layers, the embedding's output among them; what is wrong is changed.
 struct Source {
-    head: TargetHead,
+    head: TargetIo,
     /// [T, H] of each layer of [`Self::layer_ids`].
     states: Vec<Tensor>,
     layer_ids: Vec<u32>,
@@ -34,7 +34,7 @@ impl Source {
     fn new() -> Self {
         let norm_h = drawn(&[HIDDEN], 2) * 0.2 + 1.0;
         let (embedding_vh, lm_head_vh) = (drawn(&[ROWS, HIDDEN], 1), drawn(&[ROWS, HIDDEN], 3));
-        let head = TargetHead::plain(embedding_vh, lm_head_vh, (&norm_h, 1e-6));
+        let head = TargetIo::plain(embedding_vh, lm_head_vh, (&norm_h, 1e-6));
         let input_ids: Vec<i64> = (0..TOKENS).map(|t| (t * 7 + 3) % ROWS).collect();
         let first_th = head.embed(&Tensor::from_slice(&input_ids));
         let middle_th = &first_th + drawn(&[TOKENS, HIDDEN], 4);
@@ -141,7 +141,7 @@ fn states_behind_the_final_norm_are_known_and_taken_so() {
 
 #[test]
 fn every_cause_is_named() {
-    let logits_of = |source: &Source, head: TargetHead| Some(head.logits(&source.last()));
+    let logits_of = |source: &Source, head: TargetIo| Some(head.logits(&source.last()));
     for (cause, by) in [("NormWeight(1)", 1.0), ("NormWeight(-1)", -1.0)] {
         check(cause, |source| {
             source.logits_tv = logits_of(source, source.head.shared().with_norm_offset(by));

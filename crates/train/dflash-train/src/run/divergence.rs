@@ -61,7 +61,7 @@ impl Worker<'_, '_> {
 
     /// The weights of all ranks.
     pub(super) fn weights(&self) -> Result<Weights, Error> {
-        let own = Weights::of(self.trainer.masters.soundness());
+        let own = Weights::of(self.trainer.master_weights.soundness());
         let all = self.communicator.all_gather_bytes(&[own.to_byte()])?;
         let all = all.iter().filter_map(|byte| byte.first());
         Ok(all.map(|&byte| Weights::from_byte(byte)).max().unwrap_or(own))

@@ -51,7 +51,7 @@ impl Worker<'_, '_> {
             self.order.epoch_of(self.order.rows()),
             self.total,
             if ranks == 1 { "rank" } else { "ranks" },
-            self.trainer.masters.elements() as f64 / 1e6,
+            self.trainer.master_weights.elements() as f64 / 1e6,
         )
     }
 

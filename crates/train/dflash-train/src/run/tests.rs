@@ -14,10 +14,10 @@ use dflash_torch_sys::staging::Upload;
 use serde_json::{Value, json};
 use tch::Device;
 
-use crate::ahead::tests::SlowCopies;
 use crate::config::TrainConfig;
 use crate::fake::{Beside, MemoryRows};
 use crate::order::PlannedRow;
+use crate::prefetcher::tests::SlowCopies;
 use crate::readback::{self, Control};
 use crate::rows::{Loading, RowSource, Samples, StreamedRows, TargetSamples};
 use crate::world::{Saved, World, refused, resumed, with};

@@ -51,7 +51,7 @@ fn a_document_whose_only_anchor_is_its_first_token_trains() {
     let config = dflash_target::TargetConfig::qwen3(World::HIDDEN, 2, World::VOCABULARY);
     let target = dflash_target::Target::random(config, 1, Device::Cpu);
     let input_ids = vec![1, 2];
-    world.files.write(0, &input_ids, &World::captures(&target, &input_ids)).unwrap();
+    world.files.write(0, &input_ids, &World::aux_states(&target, &input_ids)).unwrap();
     writer.push(&Sample { input_ids, loss_mask: vec![true; 2] }).unwrap();
     writer.finish().unwrap();
     for anchors in [1, 8] {
@@ -118,7 +118,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
         })
     };
     let whole = world.train(&config("whole")).unwrap();
-    let masters = |save: &str, step: u64| {
+    let master_weights = |save: &str, step: u64| {
         stored(&world.path(save).join(format!("step-{step:06}")), "masters")
     };
     let lines = world.lines("whole", "metrics.jsonl");
@@ -133,7 +133,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
             empty += u64::from(pair[1]["loss"].is_null());
             continue;
         }
-        let moved = !masters("whole", step - 1).equal(&masters("whole", step));
+        let moved = !master_weights("whole", step - 1).equal(&master_weights("whole", step));
         assert_eq!(moved, !pair[1]["loss"].is_null(), "step {step}");
         empty += u64::from(!moved);
     }
@@ -193,7 +193,7 @@ fn recomputing_activations_changes_no_bit() {
 }
 
 #[test]
-fn bfloat16_keeps_float32_masters_and_close_losses() {
+fn bfloat16_keeps_float32_master_weights_and_close_losses() {
     let world = World::new();
     let compute =
         |save, kind| with(world.config(save), |settings| settings.compute.compute_dtype = kind);
@@ -206,10 +206,10 @@ fn bfloat16_keeps_float32_masters_and_close_losses() {
         assert!((narrow - wide).abs() <= 0.02 * wide, "step {step}: {narrow} and {wide}");
     }
     assert_ne!(narrow_losses, wide_losses);
-    let masters = stored(&narrow.saved(), "masters");
-    assert_eq!(masters.kind(), Kind::Float);
-    let rounded = masters.to_kind(Kind::BFloat16).to_kind(Kind::Float);
-    assert!(!masters.equal(&rounded), "masters were rounded");
+    let master_weights = stored(&narrow.saved(), "masters");
+    assert_eq!(master_weights.kind(), Kind::Float);
+    let rounded = master_weights.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    assert!(!master_weights.equal(&rounded), "master weights were rounded");
 }
 
 #[test]
@@ -218,10 +218,11 @@ fn averaged_weights_are_what_is_served_and_it_is_said() {
     let mut config = world.config("run");
     config.settings.optimizer.ema_decay = Some(0.8);
     let checkpoint = world.train(&config).unwrap().saved();
-    let (average, masters) = (stored(&checkpoint, "average"), stored(&checkpoint, "masters"));
+    let (average, master_weights) =
+        (stored(&checkpoint, "average"), stored(&checkpoint, "masters"));
     let rounded = average.to_kind(Kind::BFloat16).to_kind(Kind::Float);
     assert!(load(&checkpoint).flat().equal(&rounded));
-    assert!((average - masters).abs().max().double_value(&[]) > 1e-3);
+    assert!((average - master_weights).abs().max().double_value(&[]) > 1e-3);
     let state = std::fs::read_to_string(checkpoint.join("trainer/state.json")).unwrap();
     assert!(state.contains(r#""served_weights": "averaged""#), "{state}");
     assert_eq!(world.lines("run", "metrics.jsonl")[0]["ema_decay"], 0.8);

@@ -100,7 +100,7 @@ impl World {
         for sample in 0..Self::SAMPLES {
             let input_ids = Self::input_ids(sample);
             let loss_mask = (0..input_ids.len() as u64).map(|t| mask(sample, t)).collect();
-            files.write(sample, &input_ids, &Self::captures(&target, &input_ids)).unwrap();
+            files.write(sample, &input_ids, &Self::aux_states(&target, &input_ids)).unwrap();
             writer.push(&Sample { input_ids, loss_mask }).unwrap();
         }
         writer.finish().unwrap();
@@ -112,11 +112,11 @@ impl World {
         (0..12 + sample % 9).map(|t| ((sample * 7 + t) % 60) as i64).collect()
     }
 
-    pub(crate) fn captures(target: &Target, input_ids: &[i64]) -> HiddenStates {
+    pub(crate) fn aux_states(target: &Target, input_ids: &[i64]) -> HiddenStates {
         let (ids, tokens) = (Tensor::from_slice(input_ids), input_ids.len());
-        let captures =
+        let aux_states =
             tch::no_grad(|| target.forward_packed(&ids, &[0, tokens as i64], &Self::LAYER_IDS));
-        Self::record(tokens, captures.iter().map(bytes_of).collect())
+        Self::record(tokens, aux_states.iter().map(bytes_of).collect())
     }
 
     pub(crate) fn record(tokens: usize, layers: Vec<Bytes>) -> HiddenStates {

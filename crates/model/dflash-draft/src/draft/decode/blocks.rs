@@ -7,7 +7,7 @@ use dflash_kernels::decode::{Outputs, Sequence, floats, floats_mut};
 use dflash_tensor::ops::RotaryTables;
 use tch::{Tensor, no_grad};
 
-use super::{ContextCache, Draft, FewRows, Shared, float_copy, float_rows};
+use super::{ContextCache, Draft, PackedDecoder, Shared, float_copy, float_rows};
 use crate::attention::KeyValue;
 use crate::draft::plus;
 
@@ -25,12 +25,12 @@ impl ContextCache {
     /// tables.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
-        let rows = match &self.few_rows {
+        let rows = match &self.packed_cache {
             // The layers are views of the packed memory, which has more than its rows.
             Some(packed) => packed.bytes(),
             None => self.layers.iter().map(|(k, v)| of(k) + of(v)).sum(),
         };
-        let tensors = self.layers.len() * if self.few_rows.is_some() { 4 } else { 2 } + 2;
+        let tensors = self.layers.len() * if self.packed_cache.is_some() { 4 } else { 2 } + 2;
         rows + of(&self.rope.cos_td) + of(&self.rope.sin_td) + dflash_tensor::TENSOR_BYTES * tensors
     }
 
@@ -75,7 +75,7 @@ impl Draft {
             let first = cache.length;
             return self.extend_context(cache, features_tk, first);
         }
-        if let Some(few) = self.few_rows() {
+        if let Some(few) = self.packed_decoder() {
             return self.extend_groups(few, features_tk, parts);
         }
         let kv_all = self.context(features_tk).matmul(&self.decode_weights().context_kv);
@@ -107,7 +107,9 @@ impl Draft {
             return self.forward_block(cache, blocks_nh, cache.length);
         }
         let slots = blocks_nh.size()[0] / caches.len() as i64;
-        if let Some(few) = self.few_rows().filter(|_| slots as usize <= FewRows::MAX_ROWS) {
+        if let Some(few) =
+            self.packed_decoder().filter(|_| slots as usize <= PackedDecoder::MAX_ROWS)
+        {
             return few.forward_groups(caches, blocks_nh).to_kind(self.flat.kind());
         }
         let rope = self.tables_of(caches.iter().map(|cache| (*cache, cache.length, slots)));
@@ -121,7 +123,12 @@ impl Draft {
 
     /// [`Self::extend_contexts`] where few rows are packed: contexts whose rows are few together share a
     /// pass, and one with more has its own.
-    fn extend_groups(&self, few: &FewRows, features_tk: &Tensor, parts: &mut [ContextPart<'_>]) {
+    fn extend_groups(
+        &self,
+        few: &PackedDecoder,
+        features_tk: &Tensor,
+        parts: &mut [ContextPart<'_>],
+    ) {
         let (mut start, mut rest) = (0, parts);
         while !rest.is_empty() {
             let (group, others) = rest.split_at_mut(group_length(rest));
@@ -181,12 +188,12 @@ fn group_length(parts: &[ContextPart<'_>]) -> usize {
     let mut rows = 0;
     let fit = parts.iter().take_while(|part| {
         rows += part.rows;
-        rows <= FewRows::MAX_ROWS
+        rows <= PackedDecoder::MAX_ROWS
     });
     fit.count().max(1)
 }
 
-impl FewRows {
+impl PackedDecoder {
     /// Appends the features [R, K, H] of accepted tokens to contexts, so many rows to each, one after the
     /// other.
     ///

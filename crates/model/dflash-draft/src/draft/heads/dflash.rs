@@ -2,8 +2,8 @@
 //! proposed at once.
 
 use dflash_settings::{DraftSettings, ExportFormat, SpeculatorType};
-use tch::Tensor;
 use dflash_tensor::Result;
+use tch::Tensor;
 
 use crate::draft::head::{
     Choose, Head, HeadChunk, HeadConfig, HeadKind, HeadStart, HeadViews, MetricSums, ProposalBlock,

@@ -9,9 +9,9 @@
 //! rank; others as in [`super::super::head`].
 
 use dflash_settings::{DEFAULT_MARKOV_RANK, DraftSettings, ExportFormat, SpeculatorType};
+use dflash_tensor::{Error, Result};
 use serde_json::{Map, json};
 use tch::Tensor;
-use dflash_tensor::{Error, Result};
 
 use crate::draft::head::{
     Choose, Head, HeadChunk, HeadConfig, HeadKind, HeadStart, HeadViews, MetricSums, ProposalBlock,
@@ -162,12 +162,12 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
-    use dflash_tensor::{Kernels, LogitTransform};
     use crate::draft::{BlockShape, LmHead};
     use crate::objective::{
         BlockLabels, Denominator, DraftVocabulary, ElementLoss, HeadPass, LabelSource, LabelledRow,
-        Objective, Teacher, Weighting,
+        Objective, TargetDistribution, Weighting,
     };
+    use dflash_tensor::{Kernels, LogitTransform};
 
     const WIDE: (Kind, Device) = (Kind::Double, Device::Cpu);
     const BLOCK: usize = 4;
@@ -193,12 +193,12 @@ mod tests {
     }
 
     /// The loss of the definition, written with autograd's operations: cross-entropy alone, or with the
-    /// divergence from the teacher as well.
+    /// divergence from the target's distribution as well.
     fn defined(
         [hidden_nh, w1_vr, w2_vr, lm_head_vh]: [&Tensor; 4],
         labels: &BlockLabels,
         previous: &[i64],
-        teacher_mv: Option<&Tensor>,
+        target_mv: Option<&Tensor>,
     ) -> Tensor {
         let slots = Tensor::from_slice(labels.slots());
         let previous_m = Tensor::from_slice(previous).index_select(0, &slots);
@@ -207,8 +207,8 @@ mod tests {
         let log_q = logits_mv.log_softmax(-1, Kind::Double);
         let tokens = Tensor::from_slice(labels.tokens()).unsqueeze(1);
         let mut loss_m = -log_q.gather(1, &tokens, false).squeeze_dim(1);
-        if let Some(teacher_mv) = teacher_mv {
-            let log_p = teacher_mv.log_softmax(-1, Kind::Double);
+        if let Some(target_mv) = target_mv {
+            let log_p = target_mv.log_softmax(-1, Kind::Double);
             let kl = (log_p.exp() * (&log_p - &log_q)).sum_dim_intlist(-1, false, Kind::Double);
             loss_m += kl * 0.5;
         }
@@ -220,7 +220,9 @@ mod tests {
     #[test]
     fn gradients_are_those_of_autograd() {
         let _draws = seeded(tch::manual_seed);
-        for (pruned, with_teacher) in [(false, false), (true, false), (false, true), (true, true)] {
+        for (pruned, with_distribution) in
+            [(false, false), (true, false), (false, true), (true, true)]
+        {
             let row = LabelledRow {
                 input_ids: &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3],
                 loss_mask: &[true, true, true, false, true, true, true, true, true, true],
@@ -240,18 +242,18 @@ mod tests {
             let (hidden_nh, w1_vr, w2_vr) = (normal([12, 5]), normal([11, 3]), normal([tokens, 3]));
             let lm_head_vh = Tensor::randn([tokens, 5], WIDE);
             let normed_rh = Tensor::randn([10, 5], WIDE);
-            let rows_m = labels.teacher_rows_on(Device::Cpu);
-            let teacher_mv = normed_rh.index_select(0, &rows_m).matmul(&lm_head_vh.tr());
-            let teacher_mv = with_teacher.then_some(&teacher_mv);
+            let rows_m = labels.distribution_rows_on(Device::Cpu);
+            let target_mv = normed_rh.index_select(0, &rows_m).matmul(&lm_head_vh.tr());
+            let target_mv = with_distribution.then_some(&target_mv);
             let parts = [&hidden_nh, &w1_vr, &w2_vr, &lm_head_vh];
-            let loss = defined(parts, &labels, &previous, teacher_mv);
+            let loss = defined(parts, &labels, &previous, target_mv);
             loss.backward();
 
             let [dw1_vr, dw2_vr] = [&w1_vr, &w2_vr].map(Tensor::zeros_like);
             let gradient = views(&dw1_vr.detach(), &dw2_vr.detach());
             let head = head(&w1_vr.detach(), &w2_vr.detach());
             let mut terms = vec![(ElementLoss::CrossEntropy, 1.0)];
-            terms.extend(with_teacher.then_some((ElementLoss::Kl, 0.5)));
+            terms.extend(with_distribution.then_some((ElementLoss::Kl, 0.5)));
             let objective = Objective {
                 terms,
                 weighting: Weighting::Decay { gamma: GAMMA },
@@ -264,13 +266,21 @@ mod tests {
             let pass = HeadPass { head: &head, lm_head_vh: &lm_head_vh, gradient: Some(&gradient) };
             let output = LogitTransform::identity();
             let head_vh = lm_head_vh.shallow_clone();
-            let teacher = with_teacher.then_some(Teacher { normed_rh, rows_m, head_vh, output });
+            let target_distribution = with_distribution.then_some(TargetDistribution {
+                normed_rh,
+                rows_m,
+                head_vh,
+                output,
+            });
             let found = tch::no_grad(|| {
-                objective.evaluate(pass, &hidden_nh.detach(), &labels, teacher.as_ref())
+                objective.evaluate(pass, &hidden_nh.detach(), &labels, target_distribution.as_ref())
             });
             let near = |what: &str, found: &Tensor, expected: &Tensor| {
                 let off = (found - expected).abs().max().double_value(&[]);
-                assert!(off < 1e-9, "{what}, pruned {pruned}, teacher {with_teacher}: {off}");
+                assert!(
+                    off < 1e-9,
+                    "{what}, pruned {pruned}, target distribution {with_distribution}: {off}"
+                );
                 assert!(expected.abs().max().double_value(&[]) > 1e-3, "{what} has a gradient");
             };
             near("w1", &gradient.get(W1), &w1_vr.grad());

@@ -5,11 +5,11 @@ use dflash_tensor::checkpoint::write_safetensors;
 use dflash_test_support::seeded;
 
 use super::*;
-use crate::divided::Shard;
+use crate::parallel::Shard;
 
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 const PLAIN: Routing =
-    Routing { chosen: 2, scores: Scores::Softmax, normalised: false, scale: 1.0, groups: None };
+    Routing { top_k: 2, scores: Scores::Softmax, normalised: false, scale: 1.0, groups: None };
 
 fn vectors(x: &Tensor) -> Vec<Vec<f32>> {
     Vec::try_from(x).unwrap()
@@ -41,15 +41,15 @@ fn sigmoid(x: f32) -> f32 {
 }
 
 #[test]
-fn softmax_over_all_with_and_without_normalising_and_over_the_chosen_alone() {
+fn softmax_over_all_with_and_without_normalising_and_over_the_top_k_alone() {
     // Logarithms of 1, 2, 3, 4: softmax is tenths.
     let logits = [1f32, 2.0, 3.0, 4.0].map(f32::ln);
     let (plain, x) = router(PLAIN, &logits);
     check(&plain, &x, &[3, 2], &[0.4, 0.3]);
     let (normalised, x) = router(Routing { normalised: true, scale: 7.0, ..PLAIN }, &logits);
     check(&normalised, &x, &[3, 2], &[4.0, 3.0]);
-    let (of_chosen, x) = router(Routing { scores: Scores::SoftmaxOfChosen, ..PLAIN }, &logits);
-    check(&of_chosen, &x, &[3, 2], &[4.0 / 7.0, 3.0 / 7.0]);
+    let (of_top_k, x) = router(Routing { scores: Scores::SoftmaxOfTopK, ..PLAIN }, &logits);
+    check(&of_top_k, &x, &[3, 2], &[4.0 / 7.0, 3.0 / 7.0]);
 }
 
 #[test]
@@ -88,9 +88,9 @@ fn experts(gated: Gated, weighed: Weighed, bias: bool) -> Experts {
 }
 
 /// One token's sum over its experts, by definition.
-fn by_definition(experts: &Experts, x_h: &Tensor, chosen: &[i64], shares: &[f32]) -> Tensor {
+fn by_definition(experts: &Experts, x_h: &Tensor, top_k: &[i64], shares: &[f32]) -> Tensor {
     let mut sum = Tensor::zeros([1, 6], CPU);
-    for (&expert, &share) in chosen.iter().zip(shares) {
+    for (&expert, &share) in top_k.iter().zip(shares) {
         let share = f64::from(share);
         let x = x_h.view([1, -1]) * if experts.weighed == Weighed::Inputs { share } else { 1.0 };
         let bias = |of: fn(&(Tensor, Tensor)) -> &Tensor| {
@@ -123,11 +123,11 @@ fn by_definition(experts: &Experts, x_h: &Tensor, chosen: &[i64], shares: &[f32]
 fn experts_of_sorted_tokens_are_those_of_each_token_alone() {
     let _draws = seeded(tch::manual_seed);
     // Expert 3 has no token; the tokens of the others are apart from each other.
-    let chosen = [[4, 0], [1, 4], [0, 2], [4, 1], [2, 0], [0, 4], [1, 2]];
+    let top_k = [[4, 0], [1, 4], [0, 2], [4, 1], [2, 0], [0, 4], [1, 2]];
     let shares: Vec<[f32; 2]> = (0..7).map(|token| [0.1 + token as f32, 0.7]).collect();
     let x_th = Tensor::randn([7, 6], CPU);
     let routed = Routed {
-        experts_tk: Tensor::from_slice(chosen.as_flattened()).view([7, 2]),
+        experts_tk: Tensor::from_slice(top_k.as_flattened()).view([7, 2]),
         shares_tk: Tensor::from_slice(shares.as_flattened()).view([7, 2]),
     };
     for gated in [Gated::Silu, Gated::GeluTanh, Gated::Clamped { alpha: 1.702, limit: 0.5 }] {
@@ -136,7 +136,7 @@ fn experts_of_sorted_tokens_are_those_of_each_token_alone() {
             let found = experts.forward(&x_th, &routed);
             for token in 0..7 {
                 let at = token as usize;
-                let alone = by_definition(&experts, &x_th.get(token), &chosen[at], &shares[at]);
+                let alone = by_definition(&experts, &x_th.get(token), &top_k[at], &shares[at]);
                 let own = found.narrow(0, token, 1);
                 assert!(own.allclose(&alone, 1e-4, 1e-4, false), "{gated:?}, token {token}");
             }

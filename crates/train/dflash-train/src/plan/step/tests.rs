@@ -117,7 +117,7 @@ fn shape<'a>(draft: &'a DraftConfig, row: &'a PackedRow, anchors: usize) -> Step
             anchors: AnchorOptions { per_document: anchors, per_row: anchors, seed: 1, epoch: 0 },
             vocabulary: None,
             head_rows: draft.vocab_size as usize,
-            teacher: false,
+            target_distribution: false,
         },
         objective: objective(),
         optimizer: OptimizerConfig::default(),
@@ -141,9 +141,9 @@ impl StepShape<'_> {
     }
 }
 
-/// The message of the panic that ends `f` on a pretended GPU.
+/// The message of the panic that ends `f` on a fake CUDA device.
 fn refusal(f: impl FnOnce()) -> String {
-    let run = || trace::pretend(|| tch::no_grad(f));
+    let run = || trace::on_fake_cuda(|| tch::no_grad(f));
     let panic = catch_unwind(AssertUnwindSafe(run)).expect_err("nothing was refused");
     panic.downcast_ref::<String>().cloned().expect("a panic with a message")
 }
@@ -227,7 +227,7 @@ fn the_peak_holds_weights_state_and_activations() {
     let elements = dflash_draft::DraftLayout::new(&draft).elements() as f64;
     let record = shape(&draft, &row, 512).record().unwrap();
     let head = 2.0 * (2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden) as f64;
-    // masters, gradients and two moments in float32, the copy in bfloat16
+    // master weights, gradients and two moments in float32, the copy in bfloat16
     let state = elements * 18.0 + head;
     let peak = record.peak_bytes as f64;
     assert!(peak > state && peak < 2.0 * state, "{peak} {state}");
@@ -257,11 +257,11 @@ fn every_way_to_train_reads_nothing_before_its_end() {
     run("pruned", &|shape| shape.blocks.head_rows = 32_000, &plain);
     let dpace = Weighting::Dpace { alpha: 0.5, confidence: Confidence::CrossEntropy };
     run("dpace", &|shape| shape.objective.weighting = dpace, &plain);
-    let teacher = |shape: &mut StepShape<'_>| {
+    let target_distribution = |shape: &mut StepShape<'_>| {
         shape.objective.terms = vec![(ElementLoss::Kl, 0.5), (ElementLoss::Tv, 0.5)];
-        shape.blocks.teacher = true;
+        shape.blocks.target_distribution = true;
     };
-    run("teacher", &teacher, &plain);
+    run("target distribution", &target_distribution, &plain);
     let sliding = DraftConfig {
         layers: vec![LayerKind::Sliding; 5],
         sliding_window: Some(1024),
@@ -293,7 +293,7 @@ fn a_tensor_that_was_left_on_the_host_is_found() {
         let shape = shape(&draft, &row, 8);
         let trainer = shape.trainer();
         let blocks = shape.blocks.draw(&draft, &row, 0);
-        let size = [blocks.plan.context_rows() as i64, draft.captures() * draft.hidden_size];
+        let size = [blocks.plan.context_rows() as i64, draft.aux_layers() * draft.hidden_size];
         let on_host = Tensor::empty(size, (Kind::BFloat16, Device::Cpu));
         let ids = upload(&slot_ids(&draft, &row, blocks.plan.anchors()), GPU);
         let batch = trainer.batches.batch(&trainer.draft, blocks, (on_host, &ids));

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use dflash_golden::{Entry, entries};
 use dflash_hidden_states::{HiddenStates, decode_stream};
-use dflash_target::divided::Grid;
+use dflash_target::parallel::Grid;
 use dflash_target::{Target, TargetConfig, TargetOptions};
 use dflash_tensor::checkpoint::TensorFile;
 use dflash_test_support::eventually;
@@ -193,7 +193,7 @@ const ONE_DELTA_HEAD: &str = "qwen3_next_dense_layer";
 
 /// Every family that runs here, by its vectors and by what one process computes.
 #[test]
-fn divided_targets_give_the_states_of_the_vectors() {
+fn parallel_targets_give_the_states_of_the_vectors() {
     let mut tried = Vec::new();
     for entry in ["targets", "targets2"].into_iter().flat_map(|kind| entries(kind, None)) {
         let Ok(config) = TargetConfig::load(&entry.path) else { continue };

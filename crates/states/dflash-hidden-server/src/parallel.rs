@@ -4,7 +4,7 @@
 //! auxiliary layers) to all ranks, so that every rank knows which tensors follow. It runs the first
 //! layers and sends the residual stream on ([`link`]); each stage sends its auxiliary hidden states
 //! straight back to rank 0. Ranks of one stage sum their products twice per layer ([`sums`]).
-//! [`dflash_target::divided`] is what a rank computes; it knows nothing of processes and
+//! [`dflash_target::parallel`] is what a rank computes; it knows nothing of processes and
 //! sums through a trait that this crate implements.
 //!
 //! A link between two ranks is a group of two in which the first broadcasts, so the existing

@@ -1,4 +1,4 @@
-//! What one process has of a divided target: some of its layers, or a part of them.
+//! What one process has of a parallel target: some of its layers, or a part of them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -46,12 +46,12 @@ pub struct Passing {
     pub shared: HashMap<usize, (Tensor, Tensor)>,
 }
 
-/// The captured states [T, H] of a stage's own layers, by their ids.
+/// The auxiliary hidden states [T, H] of a stage's own layers, by their ids.
 pub type States = Vec<(u32, Tensor)>;
 
 impl Part {
     /// Loads what process number `rank` of `grid` has of the target in `dir`; `options.highest` is not
-    /// heeded. Its divided products go through `sums`.
+    /// heeded. Its parallel products go through `sums`.
     ///
     /// # Errors
     /// As [`super::super::Target::load`]; [`Grid::check`].
@@ -126,7 +126,7 @@ impl Part {
     /// libtorch does not take the target's kind of products.
     ///
     /// # Panics
-    /// For want of memory; when nothing arrives at a later stage.
+    /// For lack of memory; when nothing arrives at a later stage.
     pub fn run(
         &self,
         prompts: &PackedPrompts,
@@ -154,7 +154,7 @@ impl Part {
         let tables = of_documents(self.body.tables(&positions, kind), starts);
         let mut attention = PackedAttention::new(starts);
         let mut pass = Pass::new(&tables, &positions, &mut attention);
-        let mut captured = Vec::new();
+        let mut aux_states = Vec::new();
         let mut x_th = match (arrived, &self.embedding) {
             (Some(Passing { x_th, prepared, shared }), _) => {
                 (pass.prepared, pass.shared) = (prepared, shared);
@@ -166,7 +166,7 @@ impl Part {
                 let x_th = Stack { embedding, body: &self.body, stop: None }.embed(&ids_t);
                 let prepare = self.body.prepare.as_ref();
                 pass.prepared = prepare.map(|prepare| prepare.of(&ids_t, &x_th));
-                captured.extend(layer_ids.contains(&0).then(|| (0, x_th.shallow_clone())));
+                aux_states.extend(layer_ids.contains(&0).then(|| (0, x_th.shallow_clone())));
                 x_th
             }
         };
@@ -179,8 +179,8 @@ impl Part {
             }
             x_th = layer.forward(&x_th, &mut pass);
             let id = number as u32 + 1;
-            captured.extend(layer_ids.contains(&id).then(|| (id, x_th.shallow_clone())));
+            aux_states.extend(layer_ids.contains(&id).then(|| (id, x_th.shallow_clone())));
         }
-        (Passing { x_th, prepared: pass.prepared, shared: pass.shared }, captured)
+        (Passing { x_th, prepared: pass.prepared, shared: pass.shared }, aux_states)
     }
 }

@@ -10,7 +10,7 @@
 
 #include "../cuda/kernels.cu"
 
-namespace rehearsal {
+namespace emulation {
 namespace {
 
 // Not a power of two: the stacks' ends then fall on different sets of the processor's cache.
@@ -169,15 +169,15 @@ uint32_t exchange(uint32_t mine, unsigned partner) {
   return team().fibers[partner]->brought[turn];
 }
 
-}  // namespace rehearsal
+}  // namespace emulation
 
 extern "C" {
 
 // Runs a kernel as a GPU would; null, or what was wrong.
-char* dflash_rehearse(const char* name, uint32_t blocks, uint32_t threads, size_t shared,
+char* dflash_emulate(const char* name, uint32_t blocks, uint32_t threads, size_t shared,
                       const void* arguments, size_t bytes) {
   try {
-    rehearsal::find_and_run(name, blocks, threads, shared, arguments, bytes);
+    emulation::find_and_run(name, blocks, threads, shared, arguments, bytes);
     return nullptr;
   } catch (const std::exception& caught) {
     return ::strdup(caught.what());
@@ -185,9 +185,9 @@ char* dflash_rehearse(const char* name, uint32_t blocks, uint32_t threads, size_
 }
 
 // The name of a kernel and the bytes of its struct; null behind the last.
-const char* dflash_rehearsed_kernel(size_t index, size_t* bytes) {
-  if (index >= std::size(rehearsal::kKernels)) return nullptr;
-  *bytes = rehearsal::kKernels[index].bytes;
-  return rehearsal::kKernels[index].name;
+const char* dflash_emulated_kernel(size_t index, size_t* bytes) {
+  if (index >= std::size(emulation::kKernels)) return nullptr;
+  *bytes = emulation::kKernels[index].bytes;
+  return emulation::kKernels[index].name;
 }
 }

@@ -2,7 +2,7 @@
 //! the heads and the inner width divided ([`Grid::tensor`]).
 //!
 //! Here is what one of them computes ([`Part`]) and which has what ([`Grid`]). How they reach each other
-//! is not the model's business: products of divided layers are summed through a [`Sum`], and what goes
+//! is not the model's business: products of parallel layers are summed through a [`Sum`], and what goes
 //! from stage to stage is a [`Passing`]. Embeddings stay whole, on the processes of the first stage
 //! alone. Shapes: `t` tokens, `h` hidden.
 

@@ -115,7 +115,7 @@ impl Grid {
         }
         let ranks = self.tensor;
         let architecture = config.architecture.clone();
-        let sizes = config.family.architecture().divided();
+        let sizes = config.family.architecture().parallel_sizes();
         let Some(misfit) = sizes.iter().find(|size| !size.fits(ranks)) else { return Ok(()) };
         let (Divisible { key, size, .. }, relation) = (*misfit, misfit.relation());
         let possible = possible(&sizes);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dflash_dist::{Communicator, Error};
-use dflash_target::divided::Sum;
+use dflash_target::parallel::Sum;
 use tch::{Device, Kind, Tensor};
 
 /// The sums of a stage's ranks. After a sum has failed, it and all following ones leave their

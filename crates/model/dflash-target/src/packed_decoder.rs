@@ -42,7 +42,7 @@ const MAX_HEAD_ROWS: i64 = 256;
 /// What a target keeps for few rows. Its calls take and fill slices, so that a step of decoding makes no
 /// tensor.
 #[derive(Debug)]
-pub struct FewRows {
+pub struct PackedDecoder {
     stack: Stack,
     embedding: Embedding,
     head: Head,
@@ -53,7 +53,7 @@ pub struct FewRows {
     most_tokens: i64,
 }
 
-impl FewRows {
+impl PackedDecoder {
     /// Rows of a call at most.
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
@@ -90,23 +90,23 @@ impl FewRows {
     }
 
     /// Appends `ids` to cached sequences, so many to each, one after the other. `x` [R, H] becomes the
-    /// residual stream before the final norm, `states` [R, K, H] the states of the ids of `captures`.
+    /// residual stream before the final norm, `states` [R, K, H] the states of `aux_layers`.
     ///
     /// # Panics
-    /// When a cache is too small, or an id of `captures` exceeds the number of layers.
+    /// When a cache is too small, or an id of `aux_layers` exceeds the number of layers.
     pub fn forward(
         &self,
         ids: &[i64],
         parts: &mut [(&mut KvCache, usize)],
         x: &mut [f32],
-        captures: &[u32],
+        aux_layers: &[u32],
         states: &mut [f32],
     ) {
         self.embed(ids, x);
         if let [(cache, _)] = parts {
-            return self.run_one(cache, x, captures, states);
+            return self.run_one(cache, x, aux_layers, states);
         }
-        let outputs = Outputs { captures, states, ..Outputs::default() };
+        let outputs = Outputs { aux_layers, states, ..Outputs::default() };
         let sequences: Vec<Sequence<'_>> =
             parts.iter().map(|(cache, rows)| sequence(cache, *rows)).collect();
         self.stack.forward(x, &sequences, outputs);
@@ -114,12 +114,12 @@ impl FewRows {
     }
 
     /// Runs the embeddings `x` [R, H] of tokens of one sequence, as many at a time as a call takes.
-    fn run_one(&self, cache: &mut KvCache, x: &mut [f32], captures: &[u32], states: &mut [f32]) {
+    fn run_one(&self, cache: &mut KvCache, x: &mut [f32], aux_layers: &[u32], states: &mut [f32]) {
         let hidden = self.norm.0.len();
-        let mut states = states.chunks_mut((Self::MAX_ROWS * hidden * captures.len()).max(1));
+        let mut states = states.chunks_mut((Self::MAX_ROWS * hidden * aux_layers.len()).max(1));
         for x in x.chunks_mut(Self::MAX_ROWS * hidden) {
             let (rows, states) = (x.len() / hidden, states.next().unwrap_or_default());
-            let outputs = Outputs { captures, states, ..Outputs::default() };
+            let outputs = Outputs { aux_layers, states, ..Outputs::default() };
             self.stack.forward(x, &[sequence(cache, rows)], outputs);
             cache.advance(rows as i64);
         }
@@ -138,7 +138,7 @@ impl FewRows {
 }
 
 fn sequence(cache: &KvCache, rows: usize) -> Sequence<'_> {
-    let held = cache.few_rows(rows as i64).expect("a cache of packed layers");
+    let held = cache.packed_cache(rows as i64).expect("a cache of packed layers");
     Sequence { cache: held, start: cache.len() as i64, rows: rows as i64 }
 }
 
@@ -150,7 +150,7 @@ pub struct PrunedRows {
 }
 
 impl PrunedRows {
-    /// As [`FewRows::most_likely_of_normed`], of these tokens alone.
+    /// As [`PackedDecoder::most_likely_of_normed`], of these tokens alone.
     pub fn most_likely(&self, normed: &[f32], best: &mut [i64]) {
         self.head.most_likely(normed, None, best);
         best.iter_mut().for_each(|place| *place = self.ids[*place as usize]);
@@ -160,21 +160,21 @@ impl PrunedRows {
 impl Target {
     /// The packed weights, where this target's few rows go through them: on a CPU, in float32 or
     /// bfloat16.
-    pub fn few_rows(&self) -> Option<&FewRows> {
-        self.few_rows.get_or_init(|| self.pack()).as_ref()
+    pub fn packed_decoder(&self) -> Option<&PackedDecoder> {
+        self.packed_decoder.get_or_init(|| self.pack()).as_ref()
     }
 
     /// The columns `lm_head_hv` [H, v] of the tokens `ids`, where few rows are packed.
     pub fn pruned_rows(&self, lm_head_hv: &Tensor, ids: &[i64]) -> Option<PrunedRows> {
-        let few = self.few_rows()?;
+        let few = self.packed_decoder()?;
         Some(PrunedRows { head: Head::new(lm_head_hv, few.products), ids: ids.to_vec() })
     }
 
-    fn pack(&self) -> Option<FewRows> {
+    fn pack(&self) -> Option<PackedDecoder> {
         let dense = self.config.family.dense()?;
         let layers = self.body.layers.iter().map(|layer| layer.packed());
         let layers: Vec<_> = layers.collect::<Option<_>>()?;
-        let embedding = self.embedding.for_few_rows();
+        let embedding = self.embedding.for_packed_decoder();
         let head_io = match &self.lm_head {
             LmHead::Tied { .. } if self.embedding.matrix().is_none() => self.embedding.whole().tr(),
             LmHead::Tied { .. } | LmHead::Own(_) => Tensor::new(),
@@ -207,7 +207,7 @@ impl Target {
         let norm_h = self.norm.weight.to_kind(Kind::Float);
         let layer = self.config.family.architecture().layer_elements(&self.config, 0);
         let is_small = layer <= SMALL_LAYER as f64;
-        Some(FewRows {
+        Some(PackedDecoder {
             most_tokens: if is_small { MOST_TOKENS } else { FEW },
             stack: Stack::new(shape, &layers, products),
             embedding,
@@ -221,26 +221,26 @@ impl Target {
     /// [`MAX_ROWS`] together.
     pub(super) fn forward_few(
         &self,
-        few: &FewRows,
+        few: &PackedDecoder,
         ids_t: &Tensor,
         parts: &mut [(&mut KvCache, usize)],
-        captures: &[u32],
+        aux_layers: &[u32],
     ) -> CachedOutput {
         let (rows, hidden) = (ids_t.size()[0], self.hidden_size());
         let ids = Vec::<i64>::try_from(ids_t).expect("token ids are integers");
         let empty = |width: i64| Tensor::empty([rows, width], (Kind::Float, self.device()));
-        let (mut hidden_td, mut states) = (empty(hidden), empty(captures.len() as i64 * hidden));
+        let (mut hidden_td, mut states) = (empty(hidden), empty(aux_layers.len() as i64 * hidden));
         let (x, into) = (floats_mut(&mut hidden_td), floats_mut(&mut states));
-        few.forward(&ids, parts, x, captures, into);
+        few.forward(&ids, parts, x, aux_layers, into);
         let state = |place: usize| states.narrow(1, place as i64 * hidden, hidden);
-        CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
+        CachedOutput { aux_states: (0..aux_layers.len()).map(state).collect(), hidden_td }
     }
 
     /// The packed weights, if `x_th` is few rows and the target has such, or it has no others.
-    fn few_for(&self, x_th: &Tensor) -> Option<&FewRows> {
+    fn few_for(&self, x_th: &Tensor) -> Option<&PackedDecoder> {
         let rows = x_th.size()[0];
         let most = if self.is_packed() { i64::MAX } else { MAX_HEAD_ROWS };
-        if (1..=most).contains(&rows) { self.few_rows() } else { None }
+        if (1..=most).contains(&rows) { self.packed_decoder() } else { None }
     }
 
     /// Whether its output projection is held packed alone.

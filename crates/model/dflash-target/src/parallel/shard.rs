@@ -1,4 +1,4 @@
-//! What a process has of divided projections, and the sum that makes its products those of all.
+//! What a process has of parallel projections, and the sum that makes its products those of all.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -16,7 +16,7 @@ pub trait Sum: Debug + Send + Sync {
     fn sum(&self, partial: &Tensor);
 }
 
-/// A process's part of every divided projection.
+/// A process's part of every parallel projection.
 #[derive(Debug, Clone)]
 pub(crate) struct Shard {
     part: i64,
@@ -63,7 +63,7 @@ impl Shard {
 
     /// This process's rows of `x`, which are its share of each of so many that lie end to end there.
     pub(crate) fn own_rows(&self, x: &Tensor, parts: &[i64]) -> Tensor {
-        if !self.is_divided() {
+        if !self.is_parallel() {
             return x.shallow_clone();
         }
         let mut begin = 0;
@@ -87,7 +87,7 @@ impl Shard {
     }
 
     /// Whether other processes have parts too.
-    pub(crate) fn is_divided(&self) -> bool {
+    pub(crate) fn is_parallel(&self) -> bool {
         self.of > 1
     }
 

@@ -1,9 +1,9 @@
-//! The pretended GPU: what it notes, what it refuses, and that it stays within its thread and time.
+//! The fake CUDA device: what it notes, what it refuses, and that it stays within its thread and time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward, takes_flash};
-use dflash_torch_sys::trace::{self, Event, Form, Record, pretend};
+use dflash_torch_sys::trace::{self, Event, Form, Record, on_fake_cuda};
 use tch::{Device, Kind, Tensor};
 
 const GPU: Device = Device::Cuda(0);
@@ -11,7 +11,7 @@ const F32: (Kind, Device) = (Kind::Float, GPU);
 const BF16: (Kind, Device) = (Kind::BFloat16, GPU);
 
 fn record(f: impl FnOnce()) -> Record {
-    tch::no_grad(|| pretend(f)).unwrap().1
+    tch::no_grad(|| on_fake_cuda(f)).unwrap().1
 }
 
 /// The message of the panic with which tch ends a refused call.
@@ -49,8 +49,8 @@ fn products_are_noted_with_bytes_and_arithmetic() {
 #[test]
 fn a_test_may_read_what_has_no_values() {
     let reading = || {
-        trace::pretend_to_the_end().unwrap();
-        trace::pretend_to_the_end().unwrap();
+        trace::fake_cuda_to_the_end().unwrap();
+        trace::fake_cuda_to_the_end().unwrap();
         let ids = Tensor::from_slice(&[3i64, 5]).to_device(GPU);
         assert_eq!(Vec::<i64>::try_from(&ids.to_device(Device::Cpu)).unwrap(), [3, 5]);
         assert_eq!(ids.int64_value(&[1]), 5);
@@ -178,7 +178,7 @@ fn shapes_that_libtorch_leaves_to_python_are_known_or_refused() {
         assert_eq!(x.logsumexp([-1i64].as_slice(), true).size(), [4, 1]);
     });
     let message = refusal(|| drop(Tensor::ones([4], F32).histc(4)));
-    assert!(message.contains("aten::histc: the pretended GPU does not know"), "{message}");
+    assert!(message.contains("aten::histc: the fake CUDA device does not know"), "{message}");
 }
 
 #[test]
@@ -269,10 +269,10 @@ fn lengths_that_were_computed_are_refused() {
 }
 
 #[test]
-fn own_kernels_are_noted_where_a_gpu_is_pretended() {
-    assert!(!trace::is_pretended());
+fn own_kernels_are_noted_on_fake_cuda() {
+    assert!(!trace::is_fake_cuda());
     let noted = record(|| {
-        assert!(trace::is_pretended());
+        assert!(trace::is_fake_cuda());
         let (x, y) = (Tensor::empty([64], F32), Tensor::empty([64], BF16));
         let _part = trace::part("mlp");
         trace::own_kernel("swiglu", &[&x], &[&y]);
@@ -284,21 +284,21 @@ fn own_kernels_are_noted_where_a_gpu_is_pretended() {
 
 #[test]
 fn the_pretence_ends_with_its_function_and_holds_on_its_thread_alone() {
-    let left = pretend(|| Tensor::ones([4], F32)).unwrap().0;
+    let left = on_fake_cuda(|| Tensor::ones([4], F32)).unwrap().0;
     let after = catch_unwind(AssertUnwindSafe(|| &left + 1.0)).unwrap_err();
     let message = after.downcast_ref::<String>().unwrap();
     assert!(message.contains("not on this thread or not any more"), "{message}");
     let _ = refusal(|| _ = Tensor::ones([4], F32).double_value(&[0]));
-    assert!(!trace::is_pretended(), "a panic ends it");
+    assert!(!trace::is_fake_cuda(), "a panic ends it");
     record(|| {
         let elsewhere = std::thread::spawn(|| {
-            assert!(!trace::is_pretended());
+            assert!(!trace::is_fake_cuda());
             catch_unwind(|| Tensor::ones([4], F32)).is_err()
         });
         assert!(elsewhere.join().unwrap(), "another thread has no GPU");
         // what is on the host computes as ever
         assert_eq!((Tensor::from(2.0) * 2.0).double_value(&[]), 4.0);
-        assert!(pretend(|| ()).is_err(), "once at a time");
+        assert!(on_fake_cuda(|| ()).is_err(), "once at a time");
     });
     assert!(!tch::Cuda::is_available());
 }

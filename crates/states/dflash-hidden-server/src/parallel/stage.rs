@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use dflash_dist::Communicator;
 use dflash_target::PrefillOptions;
-use dflash_target::divided::{Grid, Part, Passing, States, Sum};
-use dflash_tensor::want_of_memory;
+use dflash_target::parallel::{Grid, Part, Passing, States, Sum};
+use dflash_tensor::catch_oom;
 use tch::Tensor;
 
 use super::Peers;
@@ -29,7 +29,7 @@ pub(crate) struct Stage {
 }
 
 /// The auxiliary hidden states, or `None` if a rank ran out of memory.
-pub(super) type Captured = Option<States>;
+pub(super) type AuxStates = Option<States>;
 
 impl Stage {
     /// Loads this rank's part of the target in `dir`.
@@ -69,7 +69,7 @@ impl Stage {
 
     /// This rank's part of a pass. After the first one, which must go through all layers, running
     /// out of memory ends only the pass.
-    pub(super) fn run(&mut self, job: &Job) -> Result<Captured, Error> {
+    pub(super) fn run(&mut self, job: &Job) -> Result<AuxStates, Error> {
         let layers = self.part.layers();
         if layers.start > 0 && job.until() <= layers.start {
             return Ok(Some(Vec::new()));
@@ -82,16 +82,16 @@ impl Stage {
             None => None,
             Some(arrived) => self.attempt(job, arrived)?,
         };
-        let (bundle, captured) = ran.unzip();
+        let (bundle, aux_states) = ran.unzip();
         if job.until() > layers.end
             && let Some(link) = &mut self.behind
         {
             link.send(bundle.as_ref())?;
         }
         if layers.start > 0 && self.grid.part(self.rank) == 0 {
-            self.answer(job, captured.as_deref())?;
+            self.answer(job, aux_states.as_deref())?;
         }
-        Ok(captured)
+        Ok(aux_states)
     }
 
     /// The pass, if all ranks of this stage had enough memory for it.
@@ -104,7 +104,7 @@ impl Stage {
             sums.begin();
         }
         let run = || self.part.run(&job.prompts, &job.layer_ids, job.until(), arrived);
-        let outcome = want_of_memory(run);
+        let outcome = catch_oom(run);
         let ran = match outcome {
             Ok(ran) => Some(ran?),
             Err(reason) => {
@@ -127,11 +127,11 @@ impl Stage {
     }
 
     /// Sends the answer that rank 0 requested: whether there are states, then the states.
-    fn answer(&mut self, job: &Job, captured: Option<&[(u32, Tensor)]>) -> Result<(), Error> {
-        let mut tensors = vec![Tensor::from_slice(&[i64::from(captured.is_some())])];
-        match captured {
-            Some(captured) => {
-                tensors.extend(captured.iter().map(|(_, state_th)| state_th.shallow_clone()));
+    fn answer(&mut self, job: &Job, aux_states: Option<&[(u32, Tensor)]>) -> Result<(), Error> {
+        let mut tensors = vec![Tensor::from_slice(&[i64::from(aux_states.is_some())])];
+        match aux_states {
+            Some(aux_states) => {
+                tensors.extend(aux_states.iter().map(|(_, state_th)| state_th.shallow_clone()));
             }
             // It expects as many tensors.
             None => {

@@ -1,11 +1,11 @@
-//! What a target asks of a GPU outside training, on a pretended one: attention by the kernels that are
+//! What a target asks of a GPU outside training, on a fake one: attention by the kernels that are
 //! called by name, and few launches.
 
 use dflash_tensor::weights::DEFAULT_PREFIX;
 use dflash_test_place::launches::{asked, count, flash_alone, launches, of_36};
 use tch::{Device, Kind, Tensor};
 
-use crate::divided::Shard;
+use crate::parallel::Shard;
 use crate::parameters::Init;
 use crate::{SequencePart, Target, TargetConfig};
 

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use dflash_dist::Pending;
-use dflash_target::divided::{Grid, Part, States};
+use dflash_target::parallel::{Grid, Part, States};
 use dflash_target::{PackedPrompts, PrefillOptions, TargetConfig};
 use dflash_tensor::{device_name, kind_name};
 use tch::{Device, Kind, Tensor};
@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::Peers;
 use super::job::{self, Job};
 use super::link::{Link, Outbox};
-use super::stage::{Captured, Stage, ids_of};
+use super::stage::{AuxStates, Stage, ids_of};
 use crate::Error;
 
 /// Jobs of a batch per stage: with more, jobs would be too small for efficient computation.
@@ -43,7 +43,7 @@ pub(crate) struct InFlight {
 struct JobUnderWay {
     /// Number of tokens of the batch.
     tokens: i64,
-    own: Captured,
+    own: AuxStates,
     coming: Vec<Coming>,
 }
 

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 /// How far a step goes, and whether it goes at all; tensors of one element on the parameters' device.
 #[derive(Debug)]
-pub struct Verdict {
+pub struct StepGate {
     /// The gradient is divided by it; float32.
     pub(super) divisor: Tensor,
     /// Whether nothing may change.
@@ -13,7 +13,7 @@ pub struct Verdict {
     keep: Tensor,
 }
 
-impl Verdict {
+impl StepGate {
     /// A step along the gradient over `divisor`, float64, unless `skip`, bool, is set; both `[1]`.
     pub fn new(divisor: &Tensor, skip: Tensor) -> Self {
         let keep = skip.logical_not().to_kind(Kind::Double);

@@ -1,4 +1,4 @@
-//! The declarations of `cpp/pretend.cpp`, and what it writes down as values of Rust.
+//! The declarations of `cpp/fake_cuda.cpp`, and what it writes down as values of Rust.
 
 use std::ffi::{CStr, CString, c_char};
 
@@ -8,7 +8,7 @@ use crate::Error;
 use crate::ffi::{self, Failure, RawTensor};
 use crate::trace::{Event, Form};
 
-/// As cpp/pretend.cpp has it.
+/// As cpp/fake_cuda.cpp has it.
 #[repr(C)]
 struct RawEvent {
     operation: *const c_char,
@@ -21,7 +21,7 @@ struct RawEvent {
     tile_flops: f64,
 }
 
-/// As cpp/pretend.cpp has it.
+/// As cpp/fake_cuda.cpp has it.
 #[repr(C)]
 struct RawRecord {
     events: *mut RawEvent,
@@ -32,11 +32,11 @@ struct RawRecord {
 }
 
 unsafe extern "C" {
-    fn dflash_pretend_begin() -> Failure;
-    fn dflash_pretend_readable();
-    fn dflash_pretend_part(part: u32);
-    fn dflash_pretend_start_over();
-    fn dflash_pretend_own_kernel(
+    fn dflash_fake_cuda_begin() -> Failure;
+    fn dflash_fake_cuda_readable();
+    fn dflash_fake_cuda_part(part: u32);
+    fn dflash_fake_cuda_start_over();
+    fn dflash_fake_cuda_own_kernel(
         name: *const c_char,
         launches: i64,
         reads: *const *const RawTensor,
@@ -44,8 +44,8 @@ unsafe extern "C" {
         writes: *const *const RawTensor,
         written: u64,
     ) -> Failure;
-    fn dflash_pretend_end(record: *mut RawRecord);
-    fn dflash_pretend_free(events: *mut RawEvent);
+    fn dflash_fake_cuda_end(record: *mut RawRecord);
+    fn dflash_fake_cuda_free(events: *mut RawEvent);
 }
 
 /// What was written down; parts by number.
@@ -57,37 +57,37 @@ pub(crate) struct Numbered {
     pub(crate) peak_part: u32,
 }
 
-/// From now on this thread pretends a GPU.
+/// From now on this thread fakes a CUDA device.
 ///
 /// # Errors
-/// libtorch's CUDA library is loaded, or it is pretended already.
+/// libtorch's CUDA library is loaded, or it is faked already.
 pub(crate) fn begin() -> Result<(), Error> {
     // SAFETY: takes nothing.
-    ffi::checked("pretend a GPU", unsafe { dflash_pretend_begin() })
+    ffi::checked("fake a CUDA device", unsafe { dflash_fake_cuda_begin() })
 }
 
 /// Values may be read from now on.
 pub(crate) fn readable() {
     // SAFETY: takes nothing.
-    unsafe { dflash_pretend_readable() }
+    unsafe { dflash_fake_cuda_readable() }
 }
 
 /// What follows belongs to this part.
 pub(crate) fn part(number: u32) {
     // SAFETY: plain numbers.
-    unsafe { dflash_pretend_part(number) }
+    unsafe { dflash_fake_cuda_part(number) }
 }
 
 /// Forgets all but the tensors.
 pub(crate) fn start_over() {
     // SAFETY: takes nothing.
-    unsafe { dflash_pretend_start_over() }
+    unsafe { dflash_fake_cuda_start_over() }
 }
 
 /// Notes a launch of one of our own kernels.
 ///
 /// # Errors
-/// Tensors that are not pretended.
+/// Tensors that are not fake.
 pub(crate) fn own_kernel(
     (name, launches): (&str, i64),
     reads: &[&Tensor],
@@ -100,7 +100,7 @@ pub(crate) fn own_kernel(
     let (reads, writes) = (handles(reads), handles(writes));
     // SAFETY: live tensors, as many as said; the name lives as long as the call.
     let failure = unsafe {
-        dflash_pretend_own_kernel(
+        dflash_fake_cuda_own_kernel(
             name.as_ptr(),
             launches,
             reads.as_ptr(),
@@ -118,10 +118,10 @@ pub(crate) fn end() -> Numbered {
         RawRecord { events: std::ptr::null_mut(), count: 0, live: 0, peak: 0, peak_part: 0 };
     // SAFETY: the record is a local; its events are valid until they are freed, once.
     unsafe {
-        dflash_pretend_end(&mut raw);
+        dflash_fake_cuda_end(&mut raw);
         let count = if raw.events.is_null() { 0 } else { raw.count as usize };
         let events = (0..count).map(|index| event(&*raw.events.add(index))).collect();
-        dflash_pretend_free(raw.events);
+        dflash_fake_cuda_free(raw.events);
         Numbered {
             events,
             live: raw.live.unsigned_abs(),

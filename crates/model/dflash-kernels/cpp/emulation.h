@@ -12,7 +12,7 @@
 #define __grid_constant__
 #define __launch_bounds__(threads)
 
-namespace rehearsal {
+namespace emulation {
 
 struct Index {
   unsigned x;
@@ -40,24 +40,24 @@ To bits(From from) {
   return to;
 }
 
-}  // namespace rehearsal
+}  // namespace emulation
 
-#define threadIdx (rehearsal::place().thread)
-#define blockIdx (rehearsal::place().block)
-#define blockDim (rehearsal::place().threads)
-#define gridDim (rehearsal::place().blocks)
-#define dynamic_shared (rehearsal::place().shared)
+#define threadIdx (emulation::place().thread)
+#define blockIdx (emulation::place().block)
+#define blockDim (emulation::place().threads)
+#define gridDim (emulation::place().blocks)
+#define dynamic_shared (emulation::place().shared)
 
-inline void __syncthreads() { rehearsal::wait_for_block(); }
+inline void __syncthreads() { emulation::wait_for_block(); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int distance) {
   const unsigned partner = threadIdx.x ^ static_cast<unsigned>(distance);
-  return rehearsal::bits<T>(rehearsal::exchange(rehearsal::bits<uint32_t>(value), partner));
+  return emulation::bits<T>(emulation::exchange(emulation::bits<uint32_t>(value), partner));
 }
 
-inline float __uint_as_float(unsigned x) { return rehearsal::bits<float>(x); }
-inline unsigned __float_as_uint(float x) { return rehearsal::bits<unsigned>(x); }
-inline float __int_as_float(int x) { return rehearsal::bits<float>(x); }
-inline int __float_as_int(float x) { return rehearsal::bits<int>(x); }
+inline float __uint_as_float(unsigned x) { return emulation::bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return emulation::bits<unsigned>(x); }
+inline float __int_as_float(int x) { return emulation::bits<float>(x); }
+inline int __float_as_int(float x) { return emulation::bits<int>(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

@@ -6,7 +6,7 @@ use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use dflash_hidden_states::Dtype;
-use dflash_tensor::is_want_of_memory;
+use dflash_tensor::is_oom;
 use dflash_test_support::eventually;
 use dflash_torch_sys::staging::{Copying, upload_to};
 use tch::{Device, Kind};
@@ -53,7 +53,11 @@ impl Upload for SlowCopies {
         HostBuffer::new(bytes)
     }
 
-    fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<Shipment, dflash_torch_sys::Error> {
+    fn ship(
+        &self,
+        buffer: HostBuffer,
+        bytes: usize,
+    ) -> Result<StagedCopy, dflash_torch_sys::Error> {
         self.shipped.fetch_add(1, Ordering::SeqCst);
         let copied = Tensor::zeros([bytes as i64], (Kind::Uint8, Device::Cpu));
         let (host, mut device) = (buffer.tensor(bytes), copied.shallow_clone());
@@ -67,7 +71,7 @@ impl Upload for SlowCopies {
             *tell.0.0.lock().unwrap() = true;
             tell.0.1.notify_all();
         });
-        Ok(Shipment::new(buffer, copied, Some(Box::new(done))))
+        Ok(StagedCopy::new(buffer, copied, Some(Box::new(done))))
     }
 }
 
@@ -117,19 +121,19 @@ impl Rows for Script {
 }
 
 /// Rows ahead, and how often their source was asked.
-fn start(acts: &[Act], upload: Box<dyn Upload>) -> (Ahead, Arc<AtomicUsize>) {
+fn start(acts: &[Act], upload: Box<dyn Upload>) -> (Prefetcher, Arc<AtomicUsize>) {
     let asked = Arc::new(AtomicUsize::new(0));
     let (acts, closer) = (acts.iter().copied().collect(), Arc::default());
     let rows = Box::new(Script { acts, asked: Arc::clone(&asked), closer });
-    (Ahead::start(rows, assembler(Some(Dtype::F32), Some(4)), upload).unwrap(), asked)
+    (Prefetcher::start(rows, assembler(Some(Dtype::F32), Some(4)), upload).unwrap(), asked)
 }
 
 fn plain() -> Box<dyn Upload> {
     upload_to(Device::Cpu).unwrap()
 }
 
-fn taken(ahead: &mut Ahead) -> TrainedRow {
-    ahead.next().unwrap().unwrap().trained.unwrap()
+fn taken(prefetcher: &mut Prefetcher) -> TrainedRow {
+    prefetcher.next().unwrap().unwrap().trained.unwrap()
 }
 
 /// A row's bytes as the computation sees them, without those between its parts.
@@ -164,12 +168,12 @@ fn rows_are_the_same_through_three_buffers_however_slow_copies_are() {
         let slow = SlowCopies { delay: Duration::from_millis(delay), ..SlowCopies::default() };
         let uploads: [Box<dyn Upload>; 2] = [Box::new(slow.clone()), plain()];
         for upload in uploads {
-            let (mut ahead, _) = start(&[Act::Row; 20], upload);
+            let (mut prefetcher, _) = start(&[Act::Row; 20], upload);
             for number in 0..20 {
-                let row = taken(&mut ahead);
+                let row = taken(&mut prefetcher);
                 assert_eq!(seen(&row), expected(number), "row {number}");
             }
-            assert!(ahead.next().unwrap().is_none());
+            assert!(prefetcher.next().unwrap().is_none());
         }
         assert_eq!(slow.shipped.load(Ordering::SeqCst), 20);
         let buffers = slow.buffers.load(Ordering::SeqCst);
@@ -181,25 +185,25 @@ fn rows_are_the_same_through_three_buffers_however_slow_copies_are() {
 #[test]
 fn the_next_row_is_brought_while_one_is_computed_on_and_no_more_than_that() {
     let slow = SlowCopies { delay: Duration::from_millis(5), ..SlowCopies::default() };
-    let (mut ahead, asked) = start(&[Act::Row; 8], Box::new(slow.clone()));
+    let (mut prefetcher, asked) = start(&[Act::Row; 8], Box::new(slow.clone()));
     // Before the first row is wanted, it is on its way and the second is written.
     stays(&slow.shipped, 1);
     stays(&asked, 2);
-    let mut row = taken(&mut ahead);
+    let mut row = taken(&mut prefetcher);
     for number in 0..5 {
         // While `row` is held the next one arrives, and the one behind it is written.
         stays(&slow.arrived, number + 2);
         stays(&asked, number + 3);
         assert_eq!(seen(&row), expected(number));
         drop(row);
-        row = taken(&mut ahead);
+        row = taken(&mut prefetcher);
     }
 }
 
 #[test]
 fn a_buffer_is_not_written_while_its_row_is_held() {
-    let (mut ahead, asked) = start(&[Act::Row; 8], plain());
-    let held: Vec<TrainedRow> = (0..BUFFERS).map(|_| taken(&mut ahead)).collect();
+    let (mut prefetcher, asked) = start(&[Act::Row; 8], plain());
+    let held: Vec<TrainedRow> = (0..BUFFERS).map(|_| taken(&mut prefetcher)).collect();
     stays(&asked, BUFFERS);
     for (number, row) in held.iter().enumerate() {
         assert_eq!(seen(row), expected(number));
@@ -209,35 +213,35 @@ fn a_buffer_is_not_written_while_its_row_is_held() {
     stays(&asked, BUFFERS + 1);
     assert_eq!((seen(&first), seen(&third)), (expected(0), expected(2)));
     // Nobody waits for the thread, which waits for a buffer.
-    drop(ahead);
+    drop(prefetcher);
 }
 
 #[test]
 fn a_row_without_anything_to_learn_comes_in_its_place() {
-    let (mut ahead, _) = start(&[Act::Row, Act::Empty, Act::Empty, Act::Row], plain());
+    let (mut prefetcher, _) = start(&[Act::Row, Act::Empty, Act::Empty, Act::Row], plain());
     for (number, trained) in [true, false, false, true].into_iter().enumerate() {
-        let row = ahead.next().unwrap().unwrap();
+        let row = prefetcher.next().unwrap().unwrap();
         assert_eq!((row.tokens, row.samples, row.skipped), (24, 3, 0));
         assert_eq!(row.trained.is_some(), trained);
         if let Some(trained) = row.trained {
             assert_eq!(seen(&trained), expected(number));
         }
     }
-    assert!(ahead.next().unwrap().is_none());
+    assert!(prefetcher.next().unwrap().is_none());
 }
 
 #[test]
 fn what_the_source_meets_comes_out_in_its_place_with_what_it_had_counted() {
-    let (mut ahead, asked) = start(&[Act::Row, Act::Row, Act::Fail, Act::Row], plain());
-    assert_eq!(ahead.counters().bytes, 0);
+    let (mut prefetcher, asked) = start(&[Act::Row, Act::Row, Act::Fail, Act::Row], plain());
+    assert_eq!(prefetcher.counters().bytes, 0);
     for number in 1..=2 {
-        drop(taken(&mut ahead));
-        assert_eq!(ahead.counters().bytes, number);
+        drop(taken(&mut prefetcher));
+        assert_eq!(prefetcher.counters().bytes, number);
     }
-    assert!(matches!(ahead.next(), Err(Error::NothingToTrain { path }) if path == *"2"));
-    assert_eq!(ahead.counters().bytes, 3);
+    assert!(matches!(prefetcher.next(), Err(Error::NothingToTrain { path }) if path == *"2"));
+    assert_eq!(prefetcher.counters().bytes, 3);
     for _ in 0..2 {
-        assert!(ahead.next().unwrap().is_none());
+        assert!(prefetcher.next().unwrap().is_none());
     }
     assert_eq!(asked.load(Ordering::SeqCst), 3, "it goes on after the error");
 }
@@ -245,28 +249,25 @@ fn what_the_source_meets_comes_out_in_its_place_with_what_it_had_counted() {
 #[test]
 fn a_panic_in_the_thread_is_an_error_of_its_row() {
     let acts = |text| [Act::Row, Act::Panic(text)];
-    let (mut ahead, _) = start(&acts("an index is out of bounds"), plain());
-    drop(taken(&mut ahead));
-    let error = ahead.next().unwrap_err().to_string();
+    let (mut prefetcher, _) = start(&acts("an index is out of bounds"), plain());
+    drop(taken(&mut prefetcher));
+    let error = prefetcher.next().unwrap_err().to_string();
     assert!(error.contains("a bug in dflash: an index is out of bounds"), "{error}");
-    assert!(ahead.next().unwrap().is_none());
+    assert!(prefetcher.next().unwrap().is_none());
     // What an allocator says is an error that the step knows how to answer.
-    let (mut ahead, _) = start(&acts("DefaultCPUAllocator: can't allocate memory"), plain());
-    drop(taken(&mut ahead));
-    let error = ahead.next().unwrap_err();
-    assert!(
-        matches!(&error, Error::Torch(inner) if is_want_of_memory(&inner.to_string())),
-        "{error}"
-    );
+    let (mut prefetcher, _) = start(&acts("DefaultCPUAllocator: can't allocate memory"), plain());
+    drop(taken(&mut prefetcher));
+    let error = prefetcher.next().unwrap_err();
+    assert!(matches!(&error, Error::Torch(inner) if is_oom(&inner.to_string())), "{error}");
 }
 
 #[test]
 fn dropping_it_ends_a_thread_that_waits_for_a_row() {
-    let (mut ahead, asked) = start(&[Act::Row, Act::Hang], plain());
-    let held = taken(&mut ahead);
+    let (mut prefetcher, asked) = start(&[Act::Row, Act::Hang], plain());
+    let held = taken(&mut prefetcher);
     eventually("the source hangs", || asked.load(Ordering::SeqCst) == 2);
     let begun = Instant::now();
-    drop(ahead);
+    drop(prefetcher);
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     assert_eq!(seen(&held), expected(0), "a row outlives the thread");
 }

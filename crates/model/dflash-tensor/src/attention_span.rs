@@ -6,7 +6,7 @@ use crate::ops::Scores;
 
 /// How far back a token sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reach {
+pub enum AttentionSpan {
     /// To the first token.
     All,
     /// The last so many tokens, itself included.
@@ -15,13 +15,13 @@ pub enum Reach {
     Chunk(i64),
 }
 
-impl From<Option<i64>> for Reach {
+impl From<Option<i64>> for AttentionSpan {
     fn from(window: Option<i64>) -> Self {
         window.map_or(Self::All, Self::Window)
     }
 }
 
-impl Reach {
+impl AttentionSpan {
     /// The first position that the token at `position` sees.
     pub fn first_key(self, position: i64) -> i64 {
         match self {
@@ -51,20 +51,27 @@ pub struct Place<'a> {
     /// The layer whose keys and values these are.
     pub layer: usize,
     /// How far back its queries see.
-    pub reach: Reach,
+    pub attention_span: AttentionSpan,
     /// How it scores a query and a key.
     pub scores: Scores<'a>,
 }
 
 /// An additive mask [queries, keys] of `kind` from their positions: a query sees as far back as
-/// `reach` says, up to itself.
-pub fn causal_mask(query: &Tensor, key: &Tensor, reach: Reach, kind: Kind) -> Tensor {
+/// `attention_span` says, up to itself.
+pub fn causal_mask(
+    query: &Tensor,
+    key: &Tensor,
+    attention_span: AttentionSpan,
+    kind: Kind,
+) -> Tensor {
     let (query, key) = (query.unsqueeze(1), key.unsqueeze(0));
     let mut hidden = key.gt_tensor(&query);
-    match reach {
-        Reach::All => {}
-        Reach::Window(window) => hidden = hidden.logical_or(&key.le_tensor(&(query - window))),
-        Reach::Chunk(chunk) => {
+    match attention_span {
+        AttentionSpan::All => {}
+        AttentionSpan::Window(window) => {
+            hidden = hidden.logical_or(&key.le_tensor(&(query - window)))
+        }
+        AttentionSpan::Chunk(chunk) => {
             let first = query.divide_scalar_mode(chunk, "floor") * chunk;
             hidden = hidden.logical_or(&key.lt_tensor(&first));
         }
@@ -72,18 +79,18 @@ pub fn causal_mask(query: &Tensor, key: &Tensor, reach: Reach, kind: Kind) -> Te
     Tensor::zeros(hidden.size(), (kind, hidden.device())).masked_fill(&hidden, f64::NEG_INFINITY)
 }
 
-/// The masks of one call, made once for each reach of the layers.
+/// The masks of one call, made once for each attention span of the layers.
 #[derive(Debug, Default)]
-pub struct Masks(Vec<(Reach, Tensor)>);
+pub struct Masks(Vec<(AttentionSpan, Tensor)>);
 
 impl Masks {
-    /// That of `reach`, which `make` makes where it is asked for first.
-    pub fn of(&mut self, reach: Reach, make: impl FnOnce() -> Tensor) -> Tensor {
-        if let Some((_, mask)) = self.0.iter().find(|(known, _)| *known == reach) {
+    /// That of `attention_span`, which `make` makes where it is asked for first.
+    pub fn of(&mut self, attention_span: AttentionSpan, make: impl FnOnce() -> Tensor) -> Tensor {
+        if let Some((_, mask)) = self.0.iter().find(|(known, _)| *known == attention_span) {
             return mask.shallow_clone();
         }
         let mask = make();
-        self.0.push((reach, mask.shallow_clone()));
+        self.0.push((attention_span, mask.shallow_clone()));
         mask
     }
 }

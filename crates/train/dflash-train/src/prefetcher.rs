@@ -19,8 +19,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 use dflash_hidden_states::Counters;
-use dflash_tensor::want_of_memory;
-use dflash_torch_sys::staging::{HostBuffer, Shipment, Upload};
+use dflash_tensor::catch_oom;
+use dflash_torch_sys::staging::{HostBuffer, StagedCopy, Upload};
 use tch::Tensor;
 
 use crate::Error;
@@ -32,26 +32,26 @@ use crate::rows::{LoadedRow, Rows};
 pub(crate) const BUFFERS: usize = 3;
 
 /// Rows that are ready, or soon.
-pub(crate) struct Ahead {
+pub(crate) struct Prefetcher {
     /// Ends with the thread.
-    ready: Option<Receiver<Delivery>>,
+    ready: Option<Receiver<DeliveredRow>>,
     /// A word for each row that was taken: the next may go to the device.
     taken: Option<Sender<()>>,
-    home: Sender<Home>,
+    recycle: Sender<Recycled>,
     closer: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     counters: Counters,
 }
 
 /// What became of a row, and what its stream had counted when it came.
-struct Delivery {
+struct DeliveredRow {
     row: Result<Option<AssembledRow>, Error>,
     counters: Counters,
 }
 
 /// What comes back to the thread.
-enum Home {
-    Used(Shipment),
+enum Recycled {
+    Used(StagedCopy),
     /// Nobody wants rows any more.
     Closed,
 }
@@ -61,8 +61,8 @@ enum Home {
 #[derive(Debug)]
 pub(crate) struct Lease {
     /// Always there until the drop.
-    shipment: Option<Shipment>,
-    home: Sender<Home>,
+    staged_copy: Option<StagedCopy>,
+    recycle: Sender<Recycled>,
 }
 
 /// What the thread has.
@@ -72,10 +72,10 @@ struct Work {
     upload: Box<dyn Upload>,
     /// Buffers that nobody uses.
     free: Vec<HostBuffer>,
-    back: Receiver<Home>,
-    home: Sender<Home>,
+    back: Receiver<Recycled>,
+    recycle: Sender<Recycled>,
     taken: Receiver<()>,
-    ready: Sender<Delivery>,
+    ready: Sender<DeliveredRow>,
 }
 
 /// A row on the host.
@@ -85,7 +85,7 @@ struct Written {
     trained: Option<(HostBuffer, Blocks, Layout)>,
 }
 
-impl Ahead {
+impl Prefetcher {
     /// Begins to make `rows` ready with `upload`.
     pub(crate) fn start(
         rows: Box<dyn Rows>,
@@ -94,23 +94,31 @@ impl Ahead {
     ) -> Result<Self, Error> {
         let free = (0..BUFFERS).map(|_| HostBuffer::new(0)).collect::<Result<Vec<_>, _>>()?;
         let ((delivered, ready), (taken, takes)) = (channel(), channel());
-        let (home, back) = channel();
+        let (recycle, back) = channel();
         let closer = rows.closer();
-        let own = home.clone();
-        let work =
-            Work { rows, assembler, upload, free, back, home: own, taken: takes, ready: delivered };
+        let own = recycle.clone();
+        let work = Work {
+            rows,
+            assembler,
+            upload,
+            free,
+            back,
+            recycle: own,
+            taken: takes,
+            ready: delivered,
+        };
         let thread = thread::Builder::new().name("assembly".into()).spawn(|| work.run());
         let thread = Some(thread.map_err(dflash_hidden_states::Error::Runtime)?);
         // The first row may go at once.
         let _ = taken.send(());
         let (ready, taken) = (Some(ready), Some(taken));
-        Ok(Self { ready, taken, home, closer, thread, counters: Counters::default() })
+        Ok(Self { ready, taken, recycle, closer, thread, counters: Counters::default() })
     }
 
     /// The next row; `None` at the end, and after an error.
     pub(crate) fn next(&mut self) -> Result<Option<AssembledRow>, Error> {
         let (Some(ready), Some(taken)) = (&self.ready, &self.taken) else { return Ok(None) };
-        let Ok(Delivery { row, counters }) = ready.recv() else {
+        let Ok(DeliveredRow { row, counters }) = ready.recv() else {
             let ended = self.thread.take().map(JoinHandle::join);
             return ended.unwrap_or(Ok(())).map(|()| None).map_err(|panic| died(&*panic));
         };
@@ -126,11 +134,11 @@ impl Ahead {
     }
 }
 
-impl Drop for Ahead {
+impl Drop for Prefetcher {
     fn drop(&mut self) {
         self.closer.store(true, Ordering::Relaxed);
         (self.ready, self.taken) = (None, None);
-        let _ = self.home.send(Home::Closed);
+        let _ = self.recycle.send(Recycled::Closed);
         if let Some(thread) = self.thread.take() {
             // A panic that no row came after has ended the program, or nobody asked for the row.
             let _ = thread.join();
@@ -155,7 +163,7 @@ impl Work {
             }
             let row = contained(|| written?.map(|written| self.ship(written)).transpose());
             let goes_on = matches!(row, Ok(Some(_)));
-            if self.ready.send(Delivery { row, counters }).is_err() || !goes_on {
+            if self.ready.send(DeliveredRow { row, counters }).is_err() || !goes_on {
                 return;
             }
         }
@@ -167,8 +175,8 @@ impl Work {
             return Some(Ok(buffer));
         }
         match self.back.recv() {
-            Ok(Home::Used(shipment)) => Some(shipment.into_buffer().map_err(Error::from)),
-            Ok(Home::Closed) | Err(_) => None,
+            Ok(Recycled::Used(staged_copy)) => Some(staged_copy.into_buffer().map_err(Error::from)),
+            Ok(Recycled::Closed) | Err(_) => None,
         }
     }
 
@@ -194,8 +202,8 @@ impl Work {
     fn ship(&self, written: Written) -> Result<AssembledRow, Error> {
         let Written { row, trained } = written;
         let Some((buffer, blocks, layout)) = trained else { return Ok(row) };
-        let shipment = Some(self.upload.ship(buffer, layout.bytes())?);
-        let lease = Lease { shipment, home: self.home.clone() };
+        let staged_copy = Some(self.upload.ship(buffer, layout.bytes())?);
+        let lease = Lease { staged_copy, recycle: self.recycle.clone() };
         let tensors = RowTensors::Written { layout, lease };
         Ok(AssembledRow { trained: Some(TrainedRow { blocks, tensors }), ..row })
     }
@@ -204,7 +212,7 @@ impl Work {
 /// The result of `work`; a panic because memory ran out becomes an error that says so.
 fn contained<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let operation = "make a row ready";
-    want_of_memory(work)
+    catch_oom(work)
         .unwrap_or_else(|message| Err(dflash_torch_sys::Error::Torch { operation, message }.into()))
 }
 
@@ -212,16 +220,16 @@ impl Lease {
     /// The row's bytes where they are computed on, uint8; what is asked of the device from now on comes
     /// after their copy.
     pub(crate) fn tensor(&self) -> Result<Tensor, Error> {
-        let shipment = self.shipment.as_ref().expect("it is there until the drop");
-        Ok(shipment.tensor()?)
+        let staged_copy = self.staged_copy.as_ref().expect("it is there until the drop");
+        Ok(staged_copy.tensor()?)
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(shipment) = self.shipment.take() {
+        if let Some(staged_copy) = self.staged_copy.take() {
             // A thread that is done needs no buffer.
-            let _ = self.home.send(Home::Used(shipment));
+            let _ = self.recycle.send(Recycled::Used(staged_copy));
         }
     }
 }

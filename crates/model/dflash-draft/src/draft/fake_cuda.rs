@@ -1,4 +1,4 @@
-//! What a draft asks of a GPU outside training, on a pretended one: attention by the kernels that are
+//! What a draft asks of a GPU outside training, on a fake one: attention by the kernels that are
 //! called by name, and few launches.
 
 use std::path::Path;

@@ -1,7 +1,7 @@
-//! What is kept in float32 of the parameters: one rank's share of the masters, the optimizer's state
+//! What is kept in float32 of the parameters: one rank's share of the master weights, the optimizer's state
 //! and the averaged weights.
 //!
-//! The draft computes with a buffer of its own kind. In float32 the masters are a part of that buffer;
+//! The draft computes with a buffer of its own kind. In float32 the master weights are a part of that buffer;
 //! in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
 
 use dflash_dist::Communicator;
@@ -10,8 +10,8 @@ use dflash_tensor::checkpoint::{Entry, TensorFile};
 use tch::{Kind, Tensor};
 
 use crate::Error;
-use crate::checkpoint::MASTERS;
-use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor, Verdict};
+use crate::checkpoint::MASTER_WEIGHTS;
+use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor, StepGate};
 use crate::readback;
 use crate::shards::Shards;
 
@@ -20,7 +20,7 @@ pub(crate) const AVERAGE: &str = "average";
 
 /// One rank's share of everything that is float32.
 #[derive(Debug)]
-pub(crate) struct Masters {
+pub(crate) struct MasterWeights {
     shards: Shards,
     norm_shards: Shards,
     /// The share's parameters.
@@ -37,19 +37,19 @@ pub(crate) struct Average {
 }
 
 impl Average {
-    /// Begins at `masters`, so that no start at zero has to be corrected for.
-    fn new(decay: f64, masters: &Tensor) -> Self {
-        Self { decay, weights: masters.copy() }
+    /// Begins at `master_weights`, so that no start at zero has to be corrected for.
+    fn new(decay: f64, master_weights: &Tensor) -> Self {
+        Self { decay, weights: master_weights.copy() }
     }
 
-    /// `average = decay * average + (1 - decay) * masters`, after a step was taken.
-    fn update(&mut self, masters: &Tensor) {
-        let _ = self.weights.lerp_(masters, 1.0 - self.decay);
+    /// `average = decay * average + (1 - decay) * master_weights`, after a step was taken.
+    fn update(&mut self, master_weights: &Tensor) {
+        let _ = self.weights.lerp_(master_weights, 1.0 - self.decay);
     }
 }
 
-impl Masters {
-    /// The masters of `fresh`, a draft in float32, and the draft to compute with in `kind`.
+impl MasterWeights {
+    /// The master weights of `fresh`, a draft in float32, and the draft to compute with in `kind`.
     pub(crate) fn new(
         fresh: Draft,
         kind: Kind,
@@ -85,16 +85,16 @@ impl Masters {
     }
 
     /// As [`Self::step`], but the device decides whether it happens. Consumes the gradient.
-    pub(crate) fn steered_step(
+    pub(crate) fn step_on_device(
         &mut self,
         gradient: &Tensor,
         rate: f64,
-        verdict: &Verdict,
+        gate: &StepGate,
     ) -> Result<(), Error> {
         let gradient = self.shards.view(gradient);
-        self.optimizer.steered_step(&self.weights, &gradient, rate, verdict)?;
+        self.optimizer.step_on_device(&self.weights, &gradient, rate, gate)?;
         if let Some(average) = &mut self.average {
-            let share = verdict.share(1.0 - average.decay);
+            let share = gate.share(1.0 - average.decay);
             let _ = average.weights.lerp_tensor_(&self.weights, &share);
         }
         Ok(())
@@ -154,14 +154,14 @@ impl Masters {
 
     /// The name in a checkpoint of the weights that it serves.
     pub(crate) fn served_name(&self) -> &'static str {
-        if self.average.is_some() { AVERAGE } else { MASTERS }
+        if self.average.is_some() { AVERAGE } else { MASTER_WEIGHTS }
     }
 
     /// By name, as in the file.
     fn state(&self) -> Vec<StateTensor<'_>> {
         let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
         let mut state = self.optimizer.state();
-        state.push(share(MASTERS, &self.weights));
+        state.push(share(MASTER_WEIGHTS, &self.weights));
         state.extend(self.average.iter().map(|average| share(AVERAGE, &average.weights)));
         state.sort_by_key(|part| part.name);
         state
@@ -185,7 +185,7 @@ impl Masters {
             let shards = self.shards_of(extent);
             file.check_shape(name, &[shards.elements()])?;
             file.read_into(name, shards.own().start, tensor)?;
-            if name == MASTERS {
+            if name == MASTER_WEIGHTS {
                 file.read_into(name, 0, draft.flat())?;
             }
         }
@@ -206,7 +206,7 @@ impl Masters {
             let ends = readback::values(&Tensor::stack(&[least, most], 0));
             let bound = ends[0].abs().max(ends[1].abs());
             finite &= ends.iter().all(|end| end.is_finite());
-            if name == MASTERS {
+            if name == MASTER_WEIGHTS {
                 largest = bound;
             }
         }

@@ -1,4 +1,4 @@
-//! Targets divided over ranks compute what one process does. A rank is a thread here, and a sum what the
+//! Parallel targets compute what one process does. A rank is a thread here, and a sum what the
 //! threads of a stage bring to a meeting; the real processes are `dflash-engine`'s test of this name.
 
 use std::ops::Range;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use dflash_golden::{Entry, entries};
 use dflash_settings::Dtype;
-use dflash_target::divided::{Grid, Part, Passing, States, Sum};
+use dflash_target::parallel::{Grid, Part, Passing, States, Sum};
 use dflash_target::{PackedPrompts, Prefill, PrefillOptions, TargetConfig};
 use dflash_tensor::checkpoint::TensorFile;
 use dflash_tensor::on_loading;
@@ -90,7 +90,7 @@ fn whole(dir: &Path, prompts: &PackedPrompts) -> Vec<Tensor> {
 }
 
 /// The same from the ranks of `grid`: of each part of a stage, which all have the whole states.
-fn divided(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
+fn parallel(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
     let mut bundles: Vec<Option<Passing>> = (0..grid.tensor).map(|_| None).collect();
     let mut states: Vec<States> = (0..grid.tensor).map(|_| Vec::new()).collect();
     for stage in 0..grid.pipeline {
@@ -108,9 +108,9 @@ fn divided(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
             let ranks: Vec<_> = bundles.drain(..).enumerate().map(start).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
-        for ((bundle, captured), states) in passed.into_iter().zip(&mut states) {
+        for ((bundle, aux_states), states) in passed.into_iter().zip(&mut states) {
             bundles.push(Some(bundle));
-            states.extend(captured);
+            states.extend(aux_states);
         }
     }
     states
@@ -118,7 +118,7 @@ fn divided(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
 
 fn assert_same(what: &str, dir: &Path, grid: Grid, prompts: &PackedPrompts) {
     let expected = whole(dir, prompts);
-    for (part, states) in divided(dir, grid, prompts).iter().enumerate() {
+    for (part, states) in parallel(dir, grid, prompts).iter().enumerate() {
         assert_eq!(states.len(), expected.len(), "{what}");
         for ((id, got), expected) in states.iter().zip(&expected) {
             let got = got.narrow(0, 0, expected.size()[0]);

@@ -1,4 +1,4 @@
-//! Masters whole and in shares: they move alike, and are stored alike.
+//! Master weights whole and in shares: they move alike, and are stored alike.
 
 use dflash_dist::Single;
 use dflash_draft::DraftConfig;
@@ -25,12 +25,12 @@ fn adamw() -> OptimizerConfig {
     OptimizerConfig { algorithm: Algorithm::AdamW, ..muon() }
 }
 
-/// A fresh draft and its masters, on one of several ranks if `place` says so.
+/// A fresh draft and its master weights, on one of several ranks if `place` says so.
 fn parameters(
     kind: Kind,
     optimizer: &OptimizerConfig,
     place: Option<(usize, usize)>,
-) -> (Draft, Masters) {
+) -> (Draft, MasterWeights) {
     let fresh = Draft::init(config(), Device::Cpu, |shape| wave(shape, 1.7));
     let layout = fresh.layout();
     let shards = match (place, optimizer.algorithm) {
@@ -38,7 +38,7 @@ fn parameters(
         (Some(place), Algorithm::AdamW) => Shards::even(layout.elements(), place),
         (Some(place), Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
     };
-    Masters::new(fresh, kind, optimizer, shards)
+    MasterWeights::new(fresh, kind, optimizer, shards)
 }
 
 /// Numbers of size one that look like noise. libtorch's generator is common to all threads, so
@@ -90,25 +90,28 @@ fn shares_move_as_the_whole_does_and_each_rank_holds_its_part() {
 fn updates_far_below_bfloat16_s_resolution_are_not_lost() {
     tch::no_grad(|| {
         let optimizer = OptimizerConfig::default();
-        let (draft, mut masters) = parameters(Kind::BFloat16, &optimizer, None);
-        assert_eq!((draft.flat().kind(), masters.weights.kind()), (Kind::BFloat16, Kind::Float));
+        let (draft, mut master_weights) = parameters(Kind::BFloat16, &optimizer, None);
+        assert_eq!(
+            (draft.flat().kind(), master_weights.weights.kind()),
+            (Kind::BFloat16, Kind::Float)
+        );
         let layout = draft.layout();
         let norm = layout.parameters().iter().find(|p| p.name == "norm.weight").unwrap();
         let gradient = draft.flat().ones_like().to_kind(Kind::Float);
         // bfloat16 next to 1 has steps of 2^-8 = 0.0039 downwards; a step of 1e-4 rounds away
         for step in 1..=100 {
-            masters.step(&gradient, 1e-4);
-            masters.publish(&draft, &Single).unwrap();
+            master_weights.step(&gradient, 1e-4);
+            master_weights.publish(&draft, &Single).unwrap();
             let in_draft = norm.view(draft.flat()).double_value(&[0]);
             if step == 1 {
                 assert_eq!(in_draft, 1.0);
             }
         }
-        let master = norm.view(&masters.weights).double_value(&[0]);
+        let master = norm.view(&master_weights.weights).double_value(&[0]);
         let in_draft = norm.view(draft.flat()).double_value(&[0]);
         assert!((master - 0.99).abs() < 1e-5, "{master}");
         assert!((in_draft - 0.99).abs() <= 0.002, "{in_draft}");
-        assert_eq!(masters.weights.kind(), Kind::Float);
+        assert_eq!(master_weights.weights.kind(), Kind::Float);
     });
 }
 
@@ -139,24 +142,24 @@ fn what_one_rank_wrote_others_take_their_shares_of() {
 
 #[test]
 fn the_average_follows_by_its_share() {
-    let masters = Tensor::from_slice(&[1.0f32, -4.0]);
-    let mut average = Average::new(0.75, &masters);
-    let mut masters = masters;
+    let master_weights = Tensor::from_slice(&[1.0f32, -4.0]);
+    let mut average = Average::new(0.75, &master_weights);
+    let mut master_weights = master_weights;
     for next in [[2.0f32, -4.0], [4.0, 0.0]] {
-        masters.copy_(&Tensor::from_slice(&next));
-        average.update(&masters);
+        master_weights.copy_(&Tensor::from_slice(&next));
+        average.update(&master_weights);
     }
     // by hand: 0.75 * 1 + 0.25 * 2 = 1.25; 0.75 * 1.25 + 0.25 * 4 = 1.9375; and -4 -> -4 -> -3
     assert_eq!(Vec::<f32>::try_from(&average.weights).unwrap(), [1.9375, -3.0]);
 }
 
-/// A verdict that divides by `divisor`, or skips the step.
-fn verdict(divisor: f64, skip: bool) -> Verdict {
-    Verdict::new(&Tensor::from_slice(&[divisor]), Tensor::from_slice(&[skip]))
+/// A gate that divides by `divisor`, or skips the step.
+fn gate(divisor: f64, skip: bool) -> StepGate {
+    StepGate::new(&Tensor::from_slice(&[divisor]), Tensor::from_slice(&[skip]))
 }
 
-fn state_of(masters: &Masters) -> Vec<Tensor> {
-    masters.state().iter().map(|part| part.tensor.copy()).collect()
+fn state_of(master_weights: &MasterWeights) -> Vec<Tensor> {
+    master_weights.state().iter().map(|part| part.tensor.copy()).collect()
 }
 
 #[test]
@@ -179,9 +182,9 @@ fn steps_that_the_device_decides_are_those_of_the_host() {
                 for gradient in gradients(layout.elements()) {
                     let gradient = gradient * &inside;
                     host.step(&gradient, RATE);
-                    device.steered_step(&(gradient * 8.0), RATE, &verdict(8.0, false)).unwrap();
+                    device.step_on_device(&(gradient * 8.0), RATE, &gate(8.0, false)).unwrap();
                     let bad = Tensor::full_like(draft.flat(), f64::NAN).to_kind(Kind::Float);
-                    device.steered_step(&bad, RATE, &verdict(f64::NAN, true)).unwrap();
+                    device.step_on_device(&bad, RATE, &gate(f64::NAN, true)).unwrap();
                 }
                 let (host, device) = (state_of(&host), state_of(&device));
                 for (expected, found) in host.iter().zip(&device) {
@@ -198,27 +201,29 @@ fn steps_that_the_device_decides_are_those_of_the_host() {
 fn a_skipped_step_leaves_every_bit_of_the_state() {
     tch::no_grad(|| {
         for optimizer in [adamw(), muon()] {
-            let (draft, mut masters) = parameters(Kind::Float, &optimizer, None);
+            let (draft, mut master_weights) = parameters(Kind::Float, &optimizer, None);
             let gradients = gradients(draft.layout().elements());
-            masters.steered_step(&gradients[0].copy(), RATE, &verdict(2.0, false)).unwrap();
-            let before = state_of(&masters);
+            master_weights.step_on_device(&gradients[0].copy(), RATE, &gate(2.0, false)).unwrap();
+            let before = state_of(&master_weights);
             for bad in [f64::NAN, f64::INFINITY] {
                 let bad = Tensor::full_like(&gradients[0], bad);
-                masters.steered_step(&bad, RATE, &verdict(f64::NAN, true)).unwrap();
+                master_weights.step_on_device(&bad, RATE, &gate(f64::NAN, true)).unwrap();
             }
-            for (before, after) in before.iter().zip(state_of(&masters)) {
+            for (before, after) in before.iter().zip(state_of(&master_weights)) {
                 assert!(before.equal(&after));
             }
             // and the next step is that of one that met no other in between
             let (_, mut other) = parameters(Kind::Float, &optimizer, None);
-            let go_on = |masters: &mut Masters, gradients: &[Tensor]| {
+            let go_on = |master_weights: &mut MasterWeights, gradients: &[Tensor]| {
                 for gradient in gradients {
-                    masters.steered_step(&gradient.copy(), RATE, &verdict(2.0, false)).unwrap();
+                    master_weights
+                        .step_on_device(&gradient.copy(), RATE, &gate(2.0, false))
+                        .unwrap();
                 }
             };
-            go_on(&mut masters, &gradients[1..]);
+            go_on(&mut master_weights, &gradients[1..]);
             go_on(&mut other, &gradients);
-            for (one, other) in state_of(&masters).iter().zip(state_of(&other)) {
+            for (one, other) in state_of(&master_weights).iter().zip(state_of(&other)) {
                 assert!(one.equal(&other));
             }
         }

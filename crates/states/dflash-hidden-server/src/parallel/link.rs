@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use dflash_dist::{Communicator, Error, Pending};
-use dflash_target::divided::Passing;
+use dflash_target::parallel::Passing;
 use tch::{Device, Kind, Tensor};
 
 /// Sends that may be in flight before the next one waits for the oldest.

@@ -1,4 +1,4 @@
-// A GPU that is pretended: tensors on cuda:0 with shapes, strides and storages, but without data.
+// A fake CUDA device: tensors on cuda:0 with shapes, strides and storages, but without data.
 //
 // Each operator that libtorch would hand to its CUDA kernels comes here instead. Its shapes are
 // worked out on the meta device, and what it would read, write and compute is written down. What
@@ -6,7 +6,7 @@
 // operator. Views share their storage, so the bytes that are alive are those that a GPU would hold.
 //
 // Small integers that are copied from the host stay known: lengths of sequences decide arithmetic.
-// `src/pretend.rs` declares the same structs and functions; failures are those of guarded.h.
+// `src/fake_cuda.rs` declares the same structs and functions; failures are those of guarded.h.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
@@ -28,7 +28,7 @@
 
 #include "guarded.h"
 
-// One thing that a GPU would be asked to do, as src/pretend.rs lays it out.
+// One thing that a GPU would be asked to do, as src/fake_cuda.rs lays it out.
 struct DflashEvent {
   // Valid to the end of the process.
   const char* operation;
@@ -90,7 +90,7 @@ struct Session {
 thread_local std::unique_ptr<Session> session;
 
 Session& running(const std::string& operation) {
-  TORCH_CHECK(session, operation, ": CUDA is pretended, but not on this thread or not any more");
+  TORCH_CHECK(session, operation, ": CUDA is fake, but not on this thread or not any more");
   return *session;
 }
 
@@ -126,7 +126,7 @@ int64_t granules(int64_t bytes) {
 
 Block& block_of(const at::Tensor& x) {
   const auto& data = x.storage().data_ptr();
-  TORCH_CHECK(data.get_deleter() == &free_block, "a tensor on cuda:0 that is not pretended");
+  TORCH_CHECK(data.get_deleter() == &free_block, "a tensor on cuda:0 that is not fake");
   return *static_cast<Block*>(data.get_context());
 }
 
@@ -506,7 +506,7 @@ std::vector<IValue> largest(Call& call) {
     note_call(call, plain_cost(call, "max"));
     return {call.results[0]};
   }
-  TORCH_CHECK(call.arguments.size() == 3, call.name, ": the pretended GPU gives its results itself");
+  TORCH_CHECK(call.arguments.size() == 3, call.name, ": the fake CUDA device gives its results itself");
   auto sizes = self.sizes().vec();
   const auto dim = at::maybe_wrap_dim(call.arguments[1].toInt(), self.dim());
   if (call.arguments[2].toBool()) {
@@ -883,7 +883,7 @@ std::vector<IValue> by_meta(const c10::OperatorHandle& op, Call& call) {
   } else {
     // a product's result is given in its shape
     TORCH_CHECK(call.in_place() || call.schema.overload_name() == "dtype_out", call.name,
-                ": the pretended GPU does not know the shape of its result");
+                ": the fake CUDA device does not know the shape of its result");
     stack.clear();
     for (const auto& declared : call.schema.returns()) {
       stack.push_back(twins.of(aliased(call, *declared.alias_info())));
@@ -965,7 +965,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 }
 
 // Streams and events that order nothing, since nothing runs.
-class PretendedGuard final : public c10::impl::DeviceGuardImplInterface {
+class FakeCudaGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override {
     return c10::kCUDA;
@@ -997,7 +997,7 @@ class PretendedGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    *event = const_cast<PretendedGuard*>(this);
+    *event = const_cast<FakeCudaGuard*>(this);
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override {
@@ -1067,8 +1067,8 @@ void register_operators(torch::Library& aten) {
 // Once a process, and to its end: tensors may live as long.
 void register_once() {
   static const bool registered = [] {
-    TORCH_CHECK(!real_cuda(), "libtorch's CUDA library is loaded, so CUDA cannot be pretended");
-    new c10::impl::DeviceGuardImplRegistrar(c10::kCUDA, new PretendedGuard());
+    TORCH_CHECK(!real_cuda(), "libtorch's CUDA library is loaded, so CUDA cannot be faked");
+    new c10::impl::DeviceGuardImplRegistrar(c10::kCUDA, new FakeCudaGuard());
     auto* aten = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__,
                                     __LINE__);
     register_operators(*aten);
@@ -1087,27 +1087,27 @@ double sum_of(const at::Tensor* const* tensors, uint64_t count) {
 
 extern "C" {
 
-// From now on this thread pretends a GPU.
-char* dflash_pretend_begin() {
+// From now on this thread fakes a CUDA device.
+char* dflash_fake_cuda_begin() {
   return guarded([] {
-    TORCH_CHECK(!session, "CUDA is pretended on this thread already");
+    TORCH_CHECK(!session, "CUDA is fake on this thread already");
     register_once();
     session = std::make_unique<Session>();
   });
 }
 
 // From now on values may be read on this thread, most of which are zeros.
-void dflash_pretend_readable() {
+void dflash_fake_cuda_readable() {
   if (session) session->readable = true;
 }
 
 // What follows belongs to this part.
-void dflash_pretend_part(uint32_t part) {
+void dflash_fake_cuda_part(uint32_t part) {
   if (session) session->part = part;
 }
 
 // Forgets what was noted; the peak is what is alive now.
-void dflash_pretend_start_over() {
+void dflash_fake_cuda_start_over() {
   if (!session) return;
   session->events.clear();
   const std::lock_guard<std::mutex> lock(session->ledger->mutex);
@@ -1116,7 +1116,7 @@ void dflash_pretend_start_over() {
 }
 
 // A launch of a kernel that is not libtorch's.
-char* dflash_pretend_own_kernel(const char* name, int64_t launches,
+char* dflash_fake_cuda_own_kernel(const char* name, int64_t launches,
                                 const at::Tensor* const* reads, uint64_t read,
                                 const at::Tensor* const* writes, uint64_t written) {
   return guarded([&] {
@@ -1127,8 +1127,8 @@ char* dflash_pretend_own_kernel(const char* name, int64_t launches,
   });
 }
 
-// Ends it; `events` is to be freed by dflash_pretend_free.
-void dflash_pretend_end(DflashRecord* record) {
+// Ends it; `events` is to be freed by dflash_fake_cuda_free.
+void dflash_fake_cuda_end(DflashRecord* record) {
   const std::unique_ptr<Session> ended = std::move(session);
   *record = {};
   if (!ended) return;
@@ -1141,7 +1141,7 @@ void dflash_pretend_end(DflashRecord* record) {
   record->peak_part = ended->ledger->peak_part;
 }
 
-void dflash_pretend_free(DflashEvent* events) {
+void dflash_fake_cuda_free(DflashEvent* events) {
   delete[] events;
 }
 }

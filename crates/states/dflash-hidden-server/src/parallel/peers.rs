@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dflash_dist::{Communicator, ConnectOptions, Error, GroupSpec, WorkerEnv, connect_groups};
 use dflash_settings::Backend;
-use dflash_target::divided::Grid;
+use dflash_target::parallel::Grid;
 use tch::Device;
 
 /// How long ranks wait for the next prompt: practically forever. A dead rank is noticed by its
