@@ -4,11 +4,15 @@
 //! is dropped.
 
 mod progress;
+#[cfg(test)]
+mod screen;
+mod steps;
 
 use std::fmt::Display;
 use std::io::{self, Write};
 
-pub use progress::{Progress, Show, Unit};
+pub use progress::{Beat, Progress, Show, Unit};
+pub use steps::StepBar;
 
 /// Stderr that ignores write errors, because there is nowhere to report them.
 #[derive(Debug, Clone, Copy, Default)]

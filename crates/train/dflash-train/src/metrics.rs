@@ -6,13 +6,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dflash_draft::objective::{Statistics, StatisticsReport};
 use dflash_hidden_states::Counters;
-use dflash_io::say;
+use dflash_io::{Beat, StepBar, say};
 use dflash_run::{
     End, Entry, MetricLine, RunAbout, RunDir, StreamCounters, TeacherForced, Trackers,
     ValidationLine,
 };
 use dflash_torch_sys::Interval;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pulse::Pulse;
 use tch::Device;
 
@@ -124,9 +123,18 @@ struct Outputs {
     run: RunDir,
     trackers: Trackers,
     /// Hidden where there is no terminal, or where it was not asked for: then lines are written.
-    bar: ProgressBar,
+    bar: StepBar,
     /// Shows what goes on between lines; ends before the bar does.
     pulse: Option<Pulse>,
+}
+
+/// Ends a wait when it is dropped: one in which memory runs out ends by a panic that is contained.
+struct WaitIsOver<'a>(&'a Outputs);
+
+impl Drop for WaitIsOver<'_> {
+    fn drop(&mut self) {
+        self.0.tell(|doing| doing.waits = None);
+    }
 }
 
 impl SinceLast {
@@ -153,10 +161,7 @@ impl Meter {
         progress: bool,
     ) -> Result<(), Error> {
         run.keep_until::<MetricLine>(step)?;
-        let target =
-            if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
-        bar.set_style(bar_style());
+        let bar = StepBar::new((step, total), progress);
         let pulse = Some(Pulse::start(bar.clone()));
         self.outputs = Some(Outputs { run, trackers, bar, pulse });
         Ok(())
@@ -188,7 +193,7 @@ impl Meter {
         self.pace.left = left;
         let seconds = self.pace.seconds_left(self.begun.elapsed());
         if let Some(outputs) = &self.outputs {
-            outputs.bar.inc(1);
+            outputs.bar.advance();
             outputs.tell(|doing| doing.left = seconds.map(|seconds| (Instant::now(), seconds)));
         }
     }
@@ -197,9 +202,8 @@ impl Meter {
     pub(crate) fn waiting<T>(&self, what: &'static str, wait: impl FnOnce() -> T) -> T {
         let Some(outputs) = &self.outputs else { return wait() };
         outputs.tell(|doing| doing.waits = Some((Instant::now(), what)));
-        let found = wait();
-        outputs.tell(|doing| doing.waits = None);
-        found
+        let _over = WaitIsOver(outputs);
+        wait()
     }
 
     /// Closes the interval and writes `line`, to which the interval's figures are added.
@@ -259,10 +263,24 @@ impl Meter {
             Some(outputs) => {
                 outputs.tell(|doing| doing.is_aside = true);
                 let done = outputs.bar.suspend(work);
-                outputs.tell(|doing| doing.is_aside = false);
+                outputs.tell(|doing| (doing.is_aside, doing.beat) = (false, None));
                 done
             }
             None => work(),
+        }
+    }
+
+    /// Shows clock and waits on the bar of the work aside, or lets a line say them.
+    pub(crate) fn beats_on(&self, beat: Beat) {
+        if let Some(outputs) = &self.outputs {
+            outputs.tell(|doing| doing.beat = Some(beat));
+        }
+    }
+
+    /// Notes that the work aside has come on, and says so itself.
+    pub(crate) fn came_on(&self) {
+        if let Some(outputs) = &self.outputs {
+            outputs.pulse.iter().for_each(Pulse::wrote);
         }
     }
 
@@ -283,12 +301,7 @@ impl Meter {
     pub(crate) fn close(&mut self, end: End) -> Result<(), Error> {
         let Some(outputs) = &mut self.outputs else { return Ok(()) };
         outputs.pulse = None;
-        if !outputs.bar.is_finished() {
-            outputs.bar.abandon();
-            if !outputs.bar.is_hidden() {
-                say("");
-            }
-        }
+        outputs.bar.close();
         Ok(outputs.trackers.close(end)?)
     }
 }
@@ -301,10 +314,10 @@ impl Outputs {
         if self.bar.is_hidden() {
             self.pulse.iter().for_each(Pulse::wrote);
             let message = message(line);
-            let (total, left) = (self.bar.length().unwrap_or(line.step), shown(line.eta_s));
+            let (total, left) = (self.bar.total(), shown(line.eta_s));
             say(format!("step {}/{total}  {message}  {left:.0} s left", line.step));
         } else {
-            self.bar.set_message(compact(line));
+            self.bar.show_figures(compact(line));
         }
         Ok(())
     }
@@ -318,10 +331,7 @@ impl Outputs {
 
     fn say(&self, message: &str) {
         self.pulse.iter().for_each(Pulse::wrote);
-        match self.bar.is_hidden() {
-            true => say(message),
-            false => self.bar.println(message),
-        }
+        self.bar.say(message);
     }
 }
 
@@ -439,12 +449,6 @@ pub(crate) fn counted(by: &Counters) -> StreamCounters {
 fn three_digits(value: f64) -> String {
     let digits = if value > 0.0 { (2.0 - value.log10().floor()).clamp(0.0, 6.0) } else { 0.0 };
     format!("{value:.*}", digits as usize)
-}
-
-fn bar_style() -> ProgressStyle {
-    // Two lines, none wider than the terminal: what does not fit is cut.
-    let template = "{bar:24} {pos}/{len} steps  {elapsed} elapsed{prefix}\n{wide_msg}";
-    ProgressStyle::with_template(template).expect("the template is well formed")
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use dflash_tensor::upload;
 use crate::Error;
 use crate::assembly::{AssembledRow, Assembler, RowTensors, TrainedRow, slot_ids};
 use crate::batch::BatchMaker;
+use crate::metrics::Meter;
 use crate::order::PlannedRow;
 use crate::prefetcher::Prefetcher;
 use crate::rows::{ComputedRow, ComputedRows, Loading, RowSource};
@@ -42,11 +43,11 @@ impl ReadyRows {
         })
     }
 
-    /// The next row; `None` at the end, and after an error.
-    pub(crate) fn next(&mut self) -> Result<Option<AssembledRow>, Error> {
+    /// The next row; `None` at the end, and after an error. What it takes is shown by `meter`.
+    pub(crate) fn next(&mut self, meter: &Meter) -> Result<Option<AssembledRow>, Error> {
         match self {
-            Self::Prefetched(rows) => rows.next(),
-            Self::InTurns(rows) => rows.next(),
+            Self::Prefetched(rows) => meter.waiting("waiting for hidden states", || rows.next()),
+            Self::InTurns(rows) => meter.waiting("computing hidden states", || rows.next()),
         }
     }
 

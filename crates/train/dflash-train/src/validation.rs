@@ -18,7 +18,7 @@ use dflash_io::{Progress, Show, Unit};
 use dflash_run::{Acceptance, HeldOutPrompts, HeldOutRows, RunDir, ValidationLine};
 
 use crate::Error;
-use crate::metrics::figures;
+use crate::metrics::{Meter, figures};
 use crate::no_memory::Asking;
 use crate::order::PlannedRow;
 use crate::prepared::Prepared;
@@ -129,8 +129,8 @@ impl<'a, 'p> Validation<'a, 'p> {
     pub(crate) fn run(
         &mut self,
         step: u64,
-        trainer: &Trainer,
-        communicator: &dyn Communicator,
+        (trainer, communicator): (&Trainer, &dyn Communicator),
+        meter: &Meter,
     ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
         let served = LoadedDraft {
@@ -139,7 +139,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         };
         let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.all_rows > 0 {
-            line.rows = Some(self.teacher_forced(trainer, &served.draft, communicator)?);
+            line.rows = Some(self.teacher_forced((trainer, &served.draft), communicator, meter)?);
         }
         if let Some(probe) = &mut self.probe {
             let show = self.show;
@@ -155,14 +155,15 @@ impl<'a, 'p> Validation<'a, 'p> {
 
     fn teacher_forced(
         &self,
-        trainer: &Trainer,
-        draft: &Draft,
+        (trainer, draft): (&Trainer, &Draft),
         communicator: &dyn Communicator,
+        meter: &Meter,
     ) -> Result<HeldOutRows, Halt> {
         let mut statistics = no_statistics(draft, draft.device());
         let mut skipped = 0.0;
         let counts = (&mut statistics, &mut skipped);
-        let own = self.asking.contain(doing, || self.own_rows(trainer, draft, counts)).err();
+        let own =
+            self.asking.contain(doing, || self.own_rows((trainer, draft), counts, meter)).err();
         let vote = own.as_ref().map(Vote::of).unwrap_or_default();
         let vector = Some(statistics.sums_mut());
         add_up(communicator, vote, &mut [&mut skipped], vector)?.settle(own)?;
@@ -174,16 +175,18 @@ impl<'a, 'p> Validation<'a, 'p> {
     /// Adds the figures of this rank's rows.
     fn own_rows(
         &self,
-        trainer: &Trainer,
-        draft: &Draft,
+        (trainer, draft): (&Trainer, &Draft),
         (statistics, skipped): (&mut Statistics, &mut f64),
+        meter: &Meter,
     ) -> Result<(), Error> {
         let mut rows = ReadyRows::start(self.source, self.rows.clone(), (&trainer.batches, draft))?;
         let total = self.rows.len() as u64;
         let mut progress = Progress::shown(self.show, "validation, rows", Unit::Items, total);
+        meter.beats_on(progress.beat());
         for done in 0.. {
-            let Some(row) = rows.next()? else { break };
+            let Some(row) = rows.next(meter)? else { break };
             progress.update(done, "");
+            meter.came_on();
             *skipped += row.skipped as f64;
             if let Some(own) = trainer.validate(draft, row)? {
                 statistics.add(&own);

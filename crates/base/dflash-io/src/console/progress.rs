@@ -2,9 +2,10 @@
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
+use indicatif::{DecimalBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::say;
 
@@ -40,6 +41,10 @@ pub struct Progress {
     started: Instant,
     /// What an earlier run had done.
     done_before: u64,
+    /// What was last said of what is done.
+    message: String,
+    /// What the bar says.
+    text: Arc<Mutex<String>>,
     /// When the last line was printed; `None` if lines are not printed.
     last_line: Option<Instant>,
 }
@@ -58,22 +63,24 @@ impl Progress {
     /// # Panics
     /// Never.
     pub fn shown(show: Show, title: impl Into<String>, unit: Unit, total: u64) -> Self {
-        let template = match unit {
-            Unit::Items => "{prefix} {bar:30} {pos} of {len}, {eta} left  {msg}",
-            Unit::Bytes => {
-                "{prefix} {bar:30} {decimal_bytes} of {decimal_total_bytes}, {eta} left  {msg}"
-            }
-        };
-        let style = ProgressStyle::with_template(template).expect("a well-formed template");
-        let title = title.into();
         let draws = show == Show::Bar && io::stderr().is_terminal();
-        let bar = if draws { ProgressBar::new(total) } else { ProgressBar::hidden() };
-        bar.set_style(style);
-        bar.set_length(total);
-        bar.set_prefix(title.clone());
-        let started = Instant::now();
-        let last_line = (!draws && show != Show::Nothing).then_some(started);
-        Self { title, unit, bar, started, done_before: 0, last_line }
+        let target =
+            if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let mut progress = Self::on(target, title.into(), unit, total);
+        progress.last_line = (!draws && show != Show::Nothing).then_some(progress.started);
+        progress
+    }
+
+    fn on(target: ProgressDrawTarget, title: String, unit: Unit, total: u64) -> Self {
+        let bar = ProgressBar::with_draw_target(Some(total), target);
+        // No line is wider than the terminal: what does not fit is cut.
+        let style = ProgressStyle::with_template("{bar:16} {wide_msg}");
+        bar.set_style(style.expect("a well-formed template"));
+        let (started, message) = (Instant::now(), String::new());
+        let (text, last_line) = (Arc::default(), None);
+        let progress = Self { title, unit, bar, started, done_before: 0, message, text, last_line };
+        progress.draw();
+        progress
     }
 
     /// Work of which an earlier run had done `done`.
@@ -81,23 +88,37 @@ impl Progress {
     pub fn starting_at(mut self, done: u64) -> Self {
         self.done_before = done;
         self.bar.set_position(done);
-        self.bar.reset_eta();
+        self.draw();
         self
     }
 
     /// Corrects the amount of work.
     pub fn set_total(&mut self, total: u64) {
         self.bar.set_length(total);
+        self.draw();
     }
 
     /// `done` of the total is done; `message` is shown with it.
     pub fn update(&mut self, done: u64, message: impl Display) {
+        self.message = message.to_string();
         self.bar.set_position(done);
-        self.bar.set_message(message.to_string());
+        self.draw();
         if self.last_line.is_some_and(|at| at.elapsed() >= LINE_INTERVAL) {
             self.last_line = Some(Instant::now());
-            say(self.line(done, &message.to_string()));
+            say(self.line(done, &self.message));
         }
+    }
+
+    /// What shows meanwhile, from another thread too, that the work goes on.
+    pub fn beat(&self) -> Beat {
+        Beat { bar: self.bar.clone(), started: self.started, text: Arc::clone(&self.text) }
+    }
+
+    fn draw(&self) {
+        let text = self.line(self.bar.position(), &self.message);
+        let mut shown = self.text.lock().unwrap_or_else(PoisonError::into_inner);
+        self.bar.set_message(text.clone());
+        *shown = text;
     }
 
     fn line(&self, done: u64, message: &str) -> String {
@@ -110,7 +131,30 @@ impl Progress {
         let per_unit = self.started.elapsed().as_secs_f64() / now_done as f64;
         let left = per_unit * (total - done) as f64;
         let message = if message.is_empty() { String::new() } else { format!(", {message}") };
-        format!("{}: {amounts}, {left:.0} s left{message}", self.title)
+        let left = match done > self.done_before {
+            true => format!(", {left:.0} s left"),
+            false => String::new(),
+        };
+        format!("{}: {amounts}{left}{message}", self.title)
+    }
+}
+
+/// A bar between two updates.
+#[derive(Debug, Clone)]
+pub struct Beat {
+    bar: ProgressBar,
+    started: Instant,
+    text: Arc<Mutex<String>>,
+}
+
+impl Beat {
+    /// Shows the clock, and what the work waits for, if it does.
+    pub fn show(&self, wait: Option<&str>) {
+        // The bar stays what it is until it is drawn.
+        let shown = self.text.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = wait.map_or_else(String::new, |wait| format!(", {wait}"));
+        let seconds = self.started.elapsed().as_secs();
+        self.bar.set_message(format!("{}{wait}, {seconds} s so far", *shown));
     }
 }
 
@@ -123,6 +167,7 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::console::screen::Screen;
 
     #[test]
     fn a_line_has_title_amounts_and_message() {
@@ -142,5 +187,41 @@ mod tests {
         assert_eq!(progress.line(1, "tau 3"), "eval: 1 of 4, 90 s left, tau 3");
         let resumed = progress.starting_at(2);
         assert_eq!(resumed.line(3, "tau 3"), "eval: 3 of 4, 30 s left, tau 3");
+    }
+
+    fn on(screen: &Screen) -> Progress {
+        Progress::on(screen.target(), "validation, rows".into(), Unit::Items, 123_456)
+    }
+
+    #[test]
+    fn a_bar_is_one_line_of_a_terminal_of_any_width() {
+        for columns in [20, 40, 60, 80, 200] {
+            let screen = Screen::new(columns);
+            let mut progress = on(&screen);
+            progress.started -= Duration::from_secs(90_000);
+            progress.update(123_000, "gsm8k speculative: 2.5 tokens a step, 1234.5 tokens/s");
+            progress.beat().show(Some("waiting for hidden states: 12 s"));
+            assert!(screen.last_with("va").chars().count() > 16);
+        }
+        let screen = Screen::new(60);
+        on(&screen).update(7, "");
+        assert!(screen.last_with("validation").contains("rows: 7 of 123456, 0 s left"));
+    }
+
+    #[test]
+    fn a_beat_shows_the_wait_and_the_clock_until_the_bar_is_gone() {
+        let screen = Screen::new(120);
+        let mut progress = on(&screen);
+        progress.started -= Duration::from_secs(12);
+        let beat = progress.beat();
+        beat.show(Some("waiting for hidden states: 12 s"));
+        let told = "validation, rows: 0 of 123456, waiting for hidden states: 12 s, 12 s so far";
+        assert!(screen.last_with("rows").ends_with(told));
+        progress.update(1, "");
+        assert!(!screen.last_with("rows").contains("waiting"));
+        drop(progress);
+        let drawn = screen.lines().len();
+        beat.show(Some("waiting for hidden states: 12 s"));
+        assert_eq!(screen.lines().len(), drawn);
     }
 }

@@ -6,8 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dflash_io::say;
-use indicatif::ProgressBar;
+use dflash_io::{Beat, StepBar, say};
 
 /// Between two looks.
 const BEAT: Duration = Duration::from_secs(1);
@@ -25,8 +24,12 @@ pub(super) struct Doing {
     pub(super) left: Option<(Instant, f64)>,
     /// The last line's figures.
     pub(super) message: String,
-    /// Whether something else is shown meanwhile.
+    /// Whether a validation has the terminal meanwhile.
     pub(super) is_aside: bool,
+    /// The bar of that validation, where it has one now.
+    pub(super) beat: Option<Beat>,
+    /// When the run began here.
+    begun: Instant,
     /// When something was last written where there is no terminal.
     told: Instant,
 }
@@ -40,25 +43,15 @@ pub(super) struct Pulse {
 }
 
 impl Pulse {
-    pub(super) fn start(bar: ProgressBar) -> Self {
-        let doing = Doing {
-            waits: None,
-            left: None,
-            message: String::new(),
-            is_aside: false,
-            told: Instant::now(),
-        };
-        let doing = Arc::new(Mutex::new(doing));
+    pub(super) fn start(bar: StepBar) -> Self {
+        let doing = Arc::new(Mutex::new(Doing::begin(Instant::now())));
         let (stop, stopped) = channel();
         let shown = Arc::clone(&doing);
         let thread = std::thread::spawn(move || {
             while stopped.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
                 let known = shown.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                if known.is_aside {
-                    continue;
-                }
                 if !bar.is_hidden() {
-                    known.draw(&bar);
+                    known.draw(&bar, Instant::now());
                 } else if let Some(line) = known.line(&bar, Instant::now()) {
                     shown.lock().unwrap_or_else(PoisonError::into_inner).told = Instant::now();
                     say(line);
@@ -90,27 +83,42 @@ impl Drop for Pulse {
 }
 
 impl Doing {
-    fn draw(&self, bar: &ProgressBar) {
-        let now = Instant::now();
-        bar.set_prefix(
-            self.seconds_left(now)
-                .map_or_else(String::new, |left| format!(", {} left", clock(left))),
-        );
-        let message = match self.long_wait(now) {
-            Some(wait) => format!("{wait}  {}", self.message),
-            None => self.message.clone(),
-        };
-        bar.set_message(message);
-        bar.tick();
+    fn begin(now: Instant) -> Self {
+        let message = String::new();
+        Self {
+            waits: None,
+            left: None,
+            message,
+            is_aside: false,
+            beat: None,
+            begun: now,
+            told: now,
+        }
+    }
+
+    /// Draws what is shown now: the bar of the steps, which is locked during a validation, or the validation's.
+    fn draw(&self, bar: &StepBar, now: Instant) {
+        let wait = self.long_wait(now);
+        if self.is_aside {
+            self.beat.iter().for_each(|beat| beat.show(wait.as_deref()));
+            return;
+        }
+        let elapsed = clock(now.saturating_duration_since(self.begun).as_secs_f64());
+        let left = self.seconds_left(now);
+        let left = left.map_or_else(String::new, |left| format!(", {} left", clock(left)));
+        bar.show_time(format!("{elapsed} elapsed{left}"));
+        let wait = wait.map_or_else(String::new, |wait| format!("{wait}  "));
+        bar.show_figures(format!("{wait}{}", self.message));
     }
 
     /// A line for a reader that has heard nothing for a minute.
-    fn line(&self, bar: &ProgressBar, now: Instant) -> Option<String> {
+    fn line(&self, bar: &StepBar, now: Instant) -> Option<String> {
         if now.saturating_duration_since(self.told) < SILENCE {
             return None;
         }
-        let (step, total) = (bar.position(), bar.length().unwrap_or_default());
-        let what = self.long_wait(now).unwrap_or_else(|| "at work".to_owned());
+        let (step, total) = (bar.done(), bar.total());
+        let work = if self.is_aside { "validating" } else { "at work" };
+        let what = self.long_wait(now).unwrap_or_else(|| work.to_owned());
         let left = self.seconds_left(now);
         let left = left.map_or_else(String::new, |left| format!("  {left:.0} s left"));
         Some(format!("step {step}/{total}  {what}{left}"))
@@ -144,18 +152,12 @@ fn clock(seconds: f64) -> String {
 mod tests {
     use super::*;
 
-    fn doing(now: Instant) -> Doing {
-        Doing { waits: None, left: None, message: "loss 1".into(), is_aside: false, told: now }
-    }
-
     #[test]
     fn a_wait_is_told_with_its_length_and_a_minute_of_silence_broken() {
-        let bar = ProgressBar::hidden();
-        bar.set_length(40);
-        bar.set_position(3);
+        let bar = StepBar::new((3, 40), false);
         let begun = Instant::now();
         let after = |seconds: u64| begun + Duration::from_secs(seconds);
-        let mut doing = doing(begun);
+        let mut doing = Doing::begin(begun);
         assert_eq!(doing.line(&bar, after(59)), None);
         assert_eq!(doing.line(&bar, after(60)).unwrap(), "step 3/40  at work");
         doing.left = Some((begun, 100.0));
@@ -167,6 +169,11 @@ mod tests {
         assert_eq!(line, "step 3/40  waiting for hidden states: 60 s  90 s left");
         doing.told = after(69);
         assert_eq!(doing.line(&bar, after(70)), None);
+        // a validation is no reason for silence
+        (doing.is_aside, doing.told) = (true, begun);
+        assert_eq!(doing.line(&bar, after(70)).unwrap(), line);
+        doing.waits = None;
+        assert_eq!(doing.line(&bar, after(70)).unwrap(), "step 3/40  validating  30 s left");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use dflash_settings::{OptimizerKind, ResumeMode};
 use dflash_tensor::checkpoint::TensorFile;
 use dflash_torch_sys::staging::Upload;
 use serde_json::{Value, json};
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::config::TrainConfig;
 use crate::fake::{Beside, MemoryRows};
@@ -128,6 +128,44 @@ fn a_run_of_bad_steps_alone_is_no_success() {
     let config = with(world.config("out"), |settings| settings.rows.max_steps = Some(2));
     let error = refused(world.train_on(&config, &streamed(&config), &Single));
     assert!(error.contains("at step 2 no step has been finite"), "{error}");
+}
+
+/// Makes the logits of a world's target so large that fresh drafts are confident and wrong, as on real ones.
+fn embolden(world: &World) {
+    let path = world.path("target/model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&path).unwrap();
+    for (name, tensor) in &mut tensors {
+        if name.ends_with("embed_tokens.weight") {
+            *tensor = &*tensor * 60.0;
+        }
+    }
+    Tensor::write_safetensors(&tensors, path).unwrap();
+}
+
+#[test]
+fn a_run_that_stays_far_above_guessing_is_no_success_and_one_that_is_slow_is() {
+    let world = World::new();
+    embolden(&world);
+    // Rows in memory: stored states of such a target would not pass the preflight.
+    let rows = world.rows();
+    let train = |config: &TrainConfig| world.train_on(config, &rows, &Single);
+    let config = |save: &str, lr: f64, steps: u64| {
+        with(world.config(save), |settings| {
+            settings.optimizer.lr = lr;
+            settings.rows.max_steps = Some(steps);
+        })
+    };
+    let lost = refused(train(&config("lost", 10.0, 6)));
+    assert!(
+        lost.contains("at step 6 the loss is ") && lost.contains("4.1589 for guessing"),
+        "{lost}"
+    );
+    // Neither a low rate nor a high one at which the loss comes down.
+    for (save, lr) in [("slow", 1e-5), ("usual", 6e-4), ("high", 0.05)] {
+        assert!(train(&config(save, lr, 6)).unwrap().completed, "{save}");
+        let losses = world.losses(save);
+        assert!(losses.iter().all(|(_, loss)| *loss > 1.5 * 4.1589), "{losses:?}");
+    }
 }
 
 #[test]

@@ -111,15 +111,11 @@ impl<'a> Worker<'a, '_> {
         let (mut times, mut failure) = (RowTimes::default(), None);
         let (asking, number) = (self.asking(), self.position.step + 1);
         let doing = || format!("in step {number}");
-        let waits_for = match settings.hidden_states.colocate {
-            true => "computing hidden states",
-            false => "waiting for hidden states",
-        };
         let mut step = self.trainer.begin(self.communicator);
         for micro in 1..=accumulation {
             let asked = Instant::now();
             let row = match failure {
-                None => meter.waiting(waits_for, || asking.contain(doing, || rows.next())),
+                None => asking.contain(doing, || rows.next(meter)),
                 Some(_) => Ok(None),
             };
             let waited = asked.elapsed();
@@ -332,7 +328,8 @@ impl<'a> Worker<'a, '_> {
         }
         let begun = Instant::now();
         let Some(validation) = &mut self.validation else { return Ok(()) };
-        let line = meter.aside(|| validation.run(step, &self.trainer, self.communicator))?;
+        let of = (&self.trainer, self.communicator);
+        let line = meter.aside(|| validation.run(step, of, meter))?;
         meter.validated_for(begun.elapsed());
         meter.validated(&line)?;
         // best.json names a checkpoint that is there and worth something
