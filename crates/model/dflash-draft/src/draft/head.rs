@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn every_type_that_can_be_asked_for_is_a_head() {
-        for wanted in SpeculatorType::ALL {
+        for &wanted in SpeculatorType::ALL {
             let kinds = HEADS.iter().filter(|kind| kind.speculator_type() == wanted);
             assert_eq!(kinds.count(), 1, "{wanted:?}");
         }
