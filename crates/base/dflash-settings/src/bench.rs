@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_LAYERS, MOST_ROWS, MOST_TOKENS, block_size, within};
 use crate::choices::{Device, Dtype};
-use crate::draft::{DEFAULT_AUX_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
+use crate::draft::MOST_DRAFT_LAYERS;
+#[cfg(feature = "clap")]
+use crate::draft::{DEFAULT_AUX_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_LAYERS};
 use crate::objective::check_loss_chunk;
 use crate::processor::ProcessorSettings;
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_draft::unservable;
 use dflash_export::{Source, export};
 use dflash_hub::{Hub, Part};
 use dflash_settings::{ExportFormat, ExportSettings};
@@ -25,7 +26,9 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
             draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
         checked.map_err(|error| of_export(error, &settings.draft))?;
     }
-    if settings.format == ExportFormat::Zlab && !settings.without_sglang {
+    // Of a head that no engine serves the export says so: no flag of this command would help.
+    let is_servable = unservable(source.config(), settings.format)?.is_none();
+    if settings.format == ExportFormat::Zlab && !settings.without_sglang && is_servable {
         check_sglang(&source, &target)?;
     }
     let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;

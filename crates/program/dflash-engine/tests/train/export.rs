@@ -154,6 +154,13 @@ fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     let copy = |name: &str| {
         world.copy_target("plain", name);
     };
+    // And one at the embedding, whose id is -1 in this layout.
+    copy("embedding");
+    change(&world, "embedding", |config| {
+        let ids = config["dflash_config"]["target_layer_ids"].as_array_mut().unwrap();
+        ids[0] = (-1).into();
+    });
+    refused(&world, ("embedding", "x"), &[], "layer id 0 of 0 to 2");
     copy("mixed");
     change(&world, "mixed", |config| {
         config["layer_types"] = serde_json::json!(["full_attention", "sliding_attention"]);

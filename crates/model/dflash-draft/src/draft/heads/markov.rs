@@ -96,7 +96,9 @@ impl HeadConfig for MarkovConfig {
 
     fn unservable(&self, _: ExportFormat) -> Option<String> {
         let name = SpeculatorType::Markov.name();
-        Some(format!("none knows a draft whose head is {name}; dflash generate, serve and eval do"))
+        Some(format!(
+            "no engine supports the head of this draft, {name}; use dflash generate, serve or eval"
+        ))
     }
 }
 
