@@ -97,7 +97,7 @@ impl ChatTemplate {
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let mut variables = self.variables.clone();
         variables.extend(more.clone());
-        let usual_tools = variables.remove(TOOLS).filter(|list| has_items(list));
+        let usual_tools = variables.remove(TOOLS).filter(has_items);
         let tools = tools.or(usual_tools.as_ref());
         // Transformers' arguments of the same name; without any, templates test for none.
         variables.entry("documents".to_owned()).or_insert(Value::Null);
