@@ -1,5 +1,5 @@
 //! A draft's configuration, written as z-lab's `config.json` and read from it or from
-//! speculators' form ([`speculators`]).
+//! speculators' form (module `speculators`).
 //!
 //! One file has to be safe for every engine that serves drafts, so each Qwen3 field is explicit
 //! and the block size is in both places where engines look for it.

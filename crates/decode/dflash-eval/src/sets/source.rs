@@ -63,7 +63,7 @@ pub struct SetRow {
 /// Finds out what every argument stands for, without fetching anything.
 ///
 /// # Errors
-/// [`Error::Unknown`], [`Error::SameName`].
+/// [`Error::UnknownSet`], [`Error::SameName`].
 pub fn locate(words: &[String]) -> Result<Vec<PromptSet>, Error> {
     let mut sets: Vec<PromptSet> = Vec::new();
     for word in words {
