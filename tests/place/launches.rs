@@ -28,7 +28,8 @@ pub fn launches(record: &Record) -> u64 {
 /// Where it was not so.
 pub fn flash_alone(record: &Record, calls: usize) {
     let operations: Vec<&str> = record.events.iter().map(|event| &*event.operation).collect();
-    assert_eq!(count(record, "scaled_dot_product"), 0, "{operations:?}");
+    // What libtorch chooses without a GPU: none of these layers has another softmax.
+    assert_eq!(count(record, "softmax"), 0, "{operations:?}");
     assert_eq!(count(record, "_flash_attention_forward"), calls, "{operations:?}");
     assert!(record.events.iter().all(|event| event.form != Form::Wait), "{operations:?}");
 }

@@ -78,8 +78,8 @@ pub struct Conversation<'a> {
     messages: Vec<Message>,
     colored: bool,
     summary: GenerateSummary,
-    /// What an answer said before it was interrupted.
-    begun: String,
+    /// The answer to the last turn as far as its reader has seen it, until it is among `messages`.
+    shown: Option<String>,
 }
 
 impl<'a> Conversation<'a> {
@@ -110,7 +110,7 @@ impl<'a> Conversation<'a> {
             messages: system.collect(),
             colored,
             summary: GenerateSummary::default(),
-            begun: String::new(),
+            shown: None,
         })
     }
 
@@ -132,16 +132,12 @@ impl<'a> Conversation<'a> {
     ) -> Result<(), Error> {
         self.messages.push(Message::text(Role::User, text));
         let answered = self.try_answer(text, out, stop);
-        match &answered {
-            Ok(answer) => self.messages.push(Message::text(Role::Assistant, answer.as_str())),
-            Err(Error::Interrupted) if !self.begun.is_empty() => {
-                let begun = std::mem::take(&mut self.begun);
-                self.messages.push(Message::text(Role::Assistant, begun));
-            }
+        match self.shown.take() {
+            Some(answer) => self.messages.push(Message::text(Role::Assistant, answer)),
             // The turn is taken back, so that another one can be tried.
-            Err(_) => drop(self.messages.pop()),
+            None => drop(self.messages.pop()),
         }
-        answered.map(drop)
+        answered
     }
 
     fn try_answer(
@@ -149,7 +145,7 @@ impl<'a> Conversation<'a> {
         text: &str,
         out: &mut dyn Write,
         stop: &AtomicBool,
-    ) -> Result<String, Error> {
+    ) -> Result<(), Error> {
         let tokenizer = &self.models.tokenizer;
         let prompt = match self.settings.raw {
             true => tokenizer.encode(text)?,
@@ -164,12 +160,15 @@ impl<'a> Conversation<'a> {
         let mut shown = Shown::new((self.models, self.settings), marks, out);
         let made = answer(&mut self.engine, request.clone(), stop, |output| shown.add(output));
         if matches!(made, Err(Error::Interrupted)) {
-            (self.begun, ..) = shown.finish()?;
+            let (begun, ..) = shown.finish()?;
+            self.shown = Some(begun).filter(|begun| !begun.is_empty());
             return Err(Error::Interrupted);
         }
         let made = made?;
         let tokens = made.tokens.len();
         let (text, steps, accepted) = shown.finish()?;
+        // Whatever becomes of the timing that follows.
+        self.shown = Some(text);
         self.summary.tokens += tokens;
         self.summary.seconds += made.seconds();
         self.summary.steps += steps;
@@ -177,7 +176,7 @@ impl<'a> Conversation<'a> {
         if measures {
             self.measure_plain(Request { max_new_tokens: tokens, ..request }, stop)?;
         }
-        Ok(text)
+        Ok(())
     }
 
     fn request(&self, prompt: Vec<i64>) -> Result<Request, Error> {

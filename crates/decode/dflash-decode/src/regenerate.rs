@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use dflash_chat::ChatTokenizer;
+use dflash_chat::{ChatTokenizer, NameCounts, unread_prompt_columns};
 use dflash_io::{Progress, Unit};
 use dflash_settings::RegenerateSettings;
 use dflash_target::TargetConfig;
@@ -30,7 +30,7 @@ use crate::stamp::Stamp;
 const PREFILL_TOKENS: usize = 4096;
 
 /// The result of a regeneration.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RegenerateSummary {
     /// Rows of the data whose answers are in the output file.
     pub rows: usize,
@@ -40,6 +40,8 @@ pub struct RegenerateSummary {
     pub skipped: usize,
     /// Conversations that end early because a later turn does.
     pub shortened: usize,
+    /// Columns whose contents are not in the prompts, and how many rows have a value there.
+    pub unread_columns: NameCounts,
     /// Tokens made by this run.
     pub tokens: usize,
     /// Seconds it took, loading apart.
@@ -67,7 +69,7 @@ pub fn regenerate(
     let config = TargetConfig::load(target_dir)?;
     let limits = Limits::new(&config, &tokenizer, settings.max_new_tokens);
     let speaker = Speaker { tokenizer: &tokenizer, config: &config, limits: &limits };
-    let (dialogues, skipped) = usable_dialogues(settings, speaker)?;
+    let Dialogues { usable: dialogues, skipped, unread_columns } = read(settings, speaker)?;
     let stamp = Stamp::new(settings, target_dir, (&config, &tokenizer, &limits), dtype)?;
     let found = find(&settings.output, &stamp, dialogues.len(), settings.overwrite)?;
     let resumed = found.prompts();
@@ -76,6 +78,7 @@ pub fn regenerate(
         resumed,
         skipped,
         shortened: 0,
+        unread_columns,
         tokens: 0,
         seconds: 0.0,
     };
@@ -113,22 +116,30 @@ pub fn regenerate(
     Ok(summary)
 }
 
-/// The rows of the data as dialogues, without those that leave no room for a first answer, and how
-/// many those are.
-fn usable_dialogues(
-    settings: &RegenerateSettings,
-    speaker: Speaker<'_>,
-) -> Result<(Vec<Dialogue>, usize), Error> {
-    let read = |row, place: Place<'_>| Dialogue::new(&row, place, speaker);
-    let mut dialogues = read_rows((&settings.data, settings.limit), read)?;
-    let read = dialogues.len();
-    dialogues.retain(|dialogue| dialogue.fits(speaker));
-    if dialogues.is_empty() {
+/// The rows of the data as dialogues.
+struct Dialogues {
+    /// Those that leave room for a first answer.
+    usable: Vec<Dialogue>,
+    /// How many do not.
+    skipped: usize,
+    unread_columns: NameCounts,
+}
+
+fn read(settings: &RegenerateSettings, speaker: Speaker<'_>) -> Result<Dialogues, Error> {
+    let mut unread_columns = NameCounts::default();
+    let read = |row, place: Place<'_>| {
+        unread_columns.add_each(unread_prompt_columns(&row));
+        Dialogue::new(&row, place, speaker)
+    };
+    let mut usable = read_rows((&settings.data, settings.limit), read)?;
+    let read = usable.len();
+    usable.retain(|dialogue| dialogue.fits(speaker));
+    if usable.is_empty() {
         let context = speaker.config.max_position_embeddings;
         return Err(Error::NoPrompts { path: settings.data.clone(), context });
     }
-    let skipped = read - dialogues.len();
-    Ok((dialogues, skipped))
+    let skipped = read - usable.len();
+    Ok(Dialogues { usable, skipped, unread_columns })
 }
 
 /// Dialogues between their answers.

@@ -20,7 +20,9 @@ use serde::Serialize;
 pub use self::draft_shape::{DraftAttentionShape, DraftDefaults};
 pub use self::spec::TargetSpec;
 
-use self::architectures::{Architecture, EmbeddingScale, LogitScale};
+pub(crate) use self::architectures::{HeadFacts, NamedHead};
+
+use self::architectures::{EmbeddingScale, LogitScale};
 
 /// The norm before the output projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
@@ -126,13 +128,13 @@ impl TargetFacts {
         let described = spec.is_some();
         let spec = spec.unwrap_or(&unset);
         let name = architecture_name(config, text)?;
-        let known = Architecture::find(config, text)?;
+        let known = HeadFacts::find(config, text)?;
         if known.is_none() && (!described || spec.norm_kind.is_none()) {
             let path = config.path().into();
             return Err(Error::UnknownTarget { path, found: name, example: String::new() });
         }
         // A described one has the usual keys and no other numbers than it is given.
-        let family = known.unwrap_or(Architecture::PLAIN);
+        let family = known.unwrap_or(HeadFacts::rms(1e-6));
         let required = |key, own: Option<i64>| match own {
             Some(value) => Ok(value),
             None => text.required(key, Fields::size),
@@ -235,7 +237,7 @@ fn end_tokens(config: &Fields, text: &Fields) -> Result<Vec<i64>> {
 
 fn head_numbers(
     text: &Fields,
-    family: &Architecture,
+    family: &HeadFacts,
     spec: &TargetSpec,
     hidden_size: i64,
 ) -> Result<HeadNumbers> {
@@ -280,12 +282,7 @@ fn head_numbers(
 }
 
 /// What both levels say of it; where neither does, the family's own default counts.
-fn tying(
-    config: &Fields,
-    text: &Fields,
-    family: &Architecture,
-    spec: &TargetSpec,
-) -> Result<Tying> {
+fn tying(config: &Fields, text: &Fields, family: &HeadFacts, spec: &TargetSpec) -> Result<Tying> {
     let key = "tie_word_embeddings";
     if spec.head.is_some() {
         return Ok(Tying::ByAbsence);

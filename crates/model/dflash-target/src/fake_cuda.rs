@@ -1,6 +1,8 @@
 //! What a target asks of a GPU outside training, on a fake one: attention by the kernels that are
 //! called by name, and few launches.
 
+mod families;
+
 use dflash_tensor::weights::DEFAULT_PREFIX;
 use dflash_test_place::launches::{asked, count, flash_alone, launches, of_36};
 use tch::{Device, Kind, Tensor};

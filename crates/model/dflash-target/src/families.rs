@@ -27,11 +27,12 @@ use tch::{Device, Tensor};
 
 pub use self::dense::{DenseConfig, DenseKind};
 use super::config::{Outer, TargetConfig};
+use super::facts::{HeadFacts, NamedHead};
 use super::layer::Layer;
 use super::parallel::{Divisible, Shard};
 use super::parameters::Init;
 
-/// All that run; a new one is its module and its line here.
+/// All that run; a new one is its file and two lines here, `mod` and this.
 const FAMILIES: &[&[Known]] = &[
     dense::KNOWN,
     qwen3_next::KNOWN,
@@ -53,6 +54,8 @@ struct Known {
     architectures: &'static [&'static str],
     /// Those under `model_type`.
     model_types: &'static [&'static str],
+    /// Its head, which drafts are trained with.
+    head: HeadFacts,
     /// Reads the keys of the text model.
     read: fn(&Fields) -> Result<(Family, Outer)>,
 }
@@ -125,6 +128,15 @@ pub(crate) trait Architecture: Debug + Send + Sync {
 pub(crate) trait Prepare: Debug + Send {
     /// Of the tokens `ids_t` `[T]` and their embeddings [T, H], scaled.
     fn of(&self, ids_t: &Tensor, x_th: &Tensor) -> Tensor;
+}
+
+/// The heads of all that run.
+pub(crate) fn heads() -> impl Iterator<Item = NamedHead> {
+    known().map(|&Known { architectures, model_types, head, .. }| NamedHead {
+        architectures,
+        model_types,
+        head,
+    })
 }
 
 fn known() -> impl Iterator<Item = &'static Known> {

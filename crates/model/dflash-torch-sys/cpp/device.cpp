@@ -13,6 +13,8 @@ extern "C" {
 // cuDNN's attention builds a plan for each new length, which decoding has at every step: 0.4 s each.
 void dflash_leave_out_cudnn_attention() { at::globalContext().setSDPUseCuDNN(false); }
 
+bool dflash_uses_cudnn_attention() { return at::globalContext().userEnabledCuDNNSDP(); }
+
 // *stream is a CUstream.
 char* dflash_current_stream(int32_t index, void** stream) {
   return guarded([&] {

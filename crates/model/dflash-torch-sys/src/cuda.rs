@@ -32,9 +32,13 @@ pub enum CudaLibrary {
 /// The library stays open to the end of the process, and the first answer holds. Takes about a second where it loads. Attention is
 /// left to libtorch's own kernels from then on: cuDNN's plans a call anew for each new length.
 pub fn load_cuda() -> CudaLibrary {
-    let opened = || match libtorch_dir().map(|dir| dir.join(LIBRARY)) {
-        Some(path) if path.is_file() => open(&path),
-        _ => CudaLibrary::Absent,
+    let opened = || {
+        // SAFETY: sets a flag of the process.
+        unsafe { ffi::dflash_leave_out_cudnn_attention() };
+        match libtorch_dir().map(|dir| dir.join(LIBRARY)) {
+            Some(path) if path.is_file() => open(&path),
+            _ => CudaLibrary::Absent,
+        }
     };
     OPENED.get_or_init(opened).clone()
 }
@@ -51,11 +55,7 @@ fn open(path: &Path) -> CudaLibrary {
         return CudaLibrary::Absent;
     };
     match open_library(&name, libc::RTLD_NOW | libc::RTLD_GLOBAL) {
-        Ok(_) => {
-            // SAFETY: sets a flag of the process.
-            unsafe { ffi::dflash_leave_out_cudnn_attention() };
-            CudaLibrary::Loaded
-        }
+        Ok(_) => CudaLibrary::Loaded,
         Err(reason) => CudaLibrary::Failed(reason),
     }
 }
@@ -174,6 +174,13 @@ mod tests {
                 assert!(message.contains("lib"), "{message}");
             }
         }
+    }
+
+    #[test]
+    fn cudnn_is_left_out_of_attention() {
+        load_cuda();
+        // SAFETY: reads a flag of the process.
+        assert!(!unsafe { ffi::dflash_uses_cudnn_attention() });
     }
 
     #[test]

@@ -52,6 +52,8 @@ unsafe extern "C" {
     pub(crate) fn dflash_mkl_branch() -> i32;
     pub(crate) fn dflash_multiply_in_bf16(rounded: bool) -> Failure;
     pub(crate) fn dflash_leave_out_cudnn_attention();
+    #[cfg(test)]
+    pub(crate) fn dflash_uses_cudnn_attention() -> bool;
     pub(crate) fn dflash_peak_device_bytes(index: i32, bytes: *mut i64) -> Failure;
     pub(crate) fn dflash_current_stream(index: i32, stream: *mut *mut c_void) -> Failure;
     pub(crate) fn dflash_show_config(report: *mut *mut c_char) -> Failure;

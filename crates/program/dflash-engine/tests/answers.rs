@@ -4,8 +4,11 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use dflash_decode::{Conversation, DraftSource, Models, ModelsConfig};
+use dflash_settings::{Device, Dtype, GenerateSettings};
 use dflash_test_support::eventually;
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
@@ -475,6 +478,65 @@ fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
     chat.typed.write_all(b"\x04").unwrap();
     eventually("the end", || chat.child.try_wait().unwrap().is_some());
     assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
+}
+
+/// A terminal that presses Ctrl-C when it has shown so many bytes.
+struct Presses<'a> {
+    shown: Vec<u8>,
+    at: usize,
+    stop: &'a AtomicBool,
+}
+
+impl Write for Presses<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.shown.extend(bytes);
+        self.stop.store(self.shown.len() >= self.at, Ordering::Relaxed);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn ctrl_c_after_an_answer_keeps_the_turn_that_was_shown() {
+    let saved = Saved::new();
+    let name = saved.path("draft").display().to_string();
+    let models = Models::load(ModelsConfig {
+        target_dir: saved.path("target"),
+        target_name: "target".to_owned(),
+        draft: DraftSource::Trained { name, dir: saved.path("draft") },
+        allow_other_target: true,
+        device: Device::Cpu,
+        dtype: Dtype::Float32,
+        threads: None,
+        template_variables: None,
+    })
+    .unwrap();
+    let settings: GenerateSettings = serde_json::from_value(serde_json::json!({
+        "target": "target", "raw": false, "max_new_tokens": 12, "temperature": 0.0, "top_p": 1.0,
+        "seed": 0, "speculate": "2", "show_blocks": true, "color": "never",
+        "allow_other_target": true, "device": "cpu", "dtype": "float32",
+    }))
+    .unwrap();
+    // What a chat shows for two turns, of which the first is interrupted after so many bytes.
+    let chat = |at: usize| {
+        let mut chat = Conversation::new(&models, &settings, false).unwrap();
+        let stop = AtomicBool::new(at == 0);
+        let mut first = Presses { shown: Vec::new(), at, stop: &stop };
+        let answered = chat.answer("hello", &mut first, &stop);
+        let mut second = Vec::new();
+        chat.answer("again", &mut second, &AtomicBool::new(false)).unwrap();
+        (answered.is_ok(), first.shown, second)
+    };
+    let (is_whole, first, second) = chat(usize::MAX);
+    assert!(is_whole);
+    // While plain decoding is timed, of which nothing is shown.
+    assert_eq!(chat(first.len()), (false, first, second.clone()));
+    // Before a word of the answer the turn is taken back.
+    let (is_whole, first, alone) = chat(0);
+    assert!(!is_whole && first.is_empty() && alone != second);
 }
 
 /// The JSON of a reply, which is 200.

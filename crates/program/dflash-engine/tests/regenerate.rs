@@ -95,6 +95,21 @@ fn a_finished_file_is_continued_or_kept_or_replaced_on_request() {
 }
 
 #[test]
+fn columns_that_no_prompt_has_are_named() {
+    let place = Place::new();
+    let rows = [
+        json!({"question": "a", "context": "b", "answer": "c"}),
+        json!({"question": "b", "context": "c"}),
+        json!({"system": "c", "messages": [
+            {"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}),
+    ];
+    std::fs::write(place.path("questions.jsonl"), rows.map(|row| row.to_string()).join("\n"))
+        .unwrap();
+    let told = "unread columns: context (2 rows), system (1 row)\n";
+    assert_eq!(place.succeeds("--max-new-tokens 2", told).len(), 3);
+}
+
+#[test]
 fn a_file_that_something_else_made_is_kept() {
     let place = Place::new();
     std::fs::write(place.path("out.jsonl"), "mine\n").unwrap();

@@ -200,3 +200,18 @@ fn what_cannot_be_is_named() {
     let error = TargetFacts::load(Path::new("/nowhere"), None).unwrap_err().to_string();
     assert!(error.contains("config.json"), "{error}");
 }
+
+#[test]
+fn a_name_is_that_of_one_family() {
+    let (mut names, mut kinds) = (Vec::<&str>::new(), Vec::<&str>::new());
+    for family in architectures::known() {
+        names.extend(family.architectures);
+        kinds.extend(family.model_types);
+    }
+    assert!(names.len() > 60, "{names:?}");
+    for names in [&mut names, &mut kinds] {
+        names.sort_unstable();
+        let twice = names.windows(2).find(|pair| pair[0] == pair[1]);
+        assert_eq!(twice, None);
+    }
+}

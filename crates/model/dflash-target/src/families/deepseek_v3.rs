@@ -18,6 +18,7 @@ use crate::blocks::feed_forward::{
     FeedForward, FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
 use crate::blocks::latent::{Latent, LatentUp};
+use crate::facts::HeadFacts;
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
@@ -26,6 +27,7 @@ use crate::{Outer, TargetConfig};
 pub(super) const KNOWN: &[Known] = &[Known {
     architectures: &["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
     model_types: &["deepseek_v3", "kimi_k2", "kimi_k25"],
+    head: HeadFacts::rms(1e-6),
     read: |text| Ok((DeepseekV3Config::read(text)?.into(), Outer::PLAIN)),
 }];
 

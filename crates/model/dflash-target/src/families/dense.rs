@@ -19,6 +19,7 @@ use tch::{Device, Tensor};
 use super::{Architecture, Family, Known};
 use crate::blocks::attention::Heads;
 use crate::blocks::feed_forward::mlp_elements;
+use crate::facts::HeadFacts;
 use crate::heads::FusedHeads;
 use crate::layer::{Attend, Layer, Memory, Pass, Projected, norm};
 use crate::parallel::{Divisible, Shard};
@@ -30,21 +31,25 @@ pub(super) const KNOWN: &[Known] = &[
     Known {
         architectures: &["LlamaForCausalLM"],
         model_types: &["llama"],
+        head: HeadFacts::rms(1e-6),
         read: |text| read(text, DenseKind::Llama),
     },
     Known {
         architectures: &["MistralForCausalLM"],
         model_types: &["mistral"],
+        head: HeadFacts::rms(1e-6),
         read: |text| read(text, DenseKind::Mistral),
     },
     Known {
         architectures: &["Qwen2ForCausalLM"],
         model_types: &["qwen2"],
+        head: HeadFacts::rms(1e-6),
         read: |text| read(text, DenseKind::Qwen2),
     },
     Known {
         architectures: &["Qwen3ForCausalLM"],
         model_types: &["qwen3"],
+        head: HeadFacts::rms(1e-6),
         read: |text| read(text, DenseKind::Qwen3),
     },
 ];

@@ -18,6 +18,7 @@ use crate::blocks::attention::{AttentionSpec, HeadNorms, Heads, SelfAttention};
 use crate::blocks::experts::Gated;
 use crate::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::config::Outer;
+use crate::facts::{HeadFacts, NormKind};
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::Init;
@@ -26,11 +27,13 @@ pub(super) const KNOWN: &[Known] = &[
     Known {
         architectures: &["Gemma2ForCausalLM"],
         model_types: &["gemma2"],
+        head: HeadFacts::gemma(NormKind::RmsPlusOne, Some(30.0)),
         read: Gemma3Config::read_second,
     },
     Known {
         architectures: &["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
         model_types: &["gemma3_text", "gemma3"],
+        head: HeadFacts::gemma(NormKind::RmsPlusOne, None),
         read: Gemma3Config::read,
     },
 ];

@@ -22,6 +22,7 @@ use crate::blocks::experts::{
 };
 use crate::blocks::feed_forward::{MixtureSizes, Mlp, MlpSpec, activation, mlp_elements};
 use crate::config::Outer;
+use crate::facts::{HeadFacts, NormKind};
 use crate::layer::{Layer, Memory, Pass, Projected, RmsNorm};
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
@@ -29,6 +30,7 @@ use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 pub(super) const KNOWN: &[Known] = &[Known {
     architectures: &["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
     model_types: &["gemma4_text", "gemma4"],
+    head: HeadFacts::gemma(NormKind::Rms, None),
     read: Gemma4Config::read,
 }];
 

@@ -11,9 +11,14 @@ use crate::blocks::attention::Heads;
 use crate::blocks::experts::{ExpertGroups, Routing, Scores};
 use crate::blocks::feed_forward::{FeedForwardSpec, MixtureSizes, MixtureStorage, activation};
 use crate::blocks::pre_norm::{NormsOfHeads, PreNormFamily};
+use crate::facts::HeadFacts;
 
-pub(super) const KNOWN: &[Known] =
-    &[Known { architectures: &["Glm4MoeForCausalLM"], model_types: &["glm4_moe"], read }];
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["Glm4MoeForCausalLM"],
+    model_types: &["glm4_moe"],
+    head: HeadFacts::rms(1e-5),
+    read,
+}];
 
 fn read(text: &Fields) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;

@@ -12,9 +12,14 @@ use crate::blocks::attention::Heads;
 use crate::blocks::experts::{Gated, Routing, Scores, Stored};
 use crate::blocks::feed_forward::{FeedForwardSpec, MixtureSizes, MixtureStorage, activation};
 use crate::blocks::pre_norm::PreNormFamily;
+use crate::facts::HeadFacts;
 
-pub(super) const KNOWN: &[Known] =
-    &[Known { architectures: &["GptOssForCausalLM"], model_types: &["gpt_oss"], read }];
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["GptOssForCausalLM"],
+    model_types: &["gpt_oss"],
+    head: HeadFacts::rms(1e-5),
+    read,
+}];
 
 /// What its class fills in.
 const HEADS: Heads = Heads { query: 64, key: 8, dim: 64 };

@@ -13,10 +13,12 @@ use crate::blocks::attention::{Heads, Temperature};
 use crate::blocks::experts::{Routing, Scores, Stored, Weighed};
 use crate::blocks::feed_forward::{FeedForwardSpec, MixtureSizes, MixtureStorage, activation};
 use crate::blocks::pre_norm::{NormsOfHeads, PreNormFamily};
+use crate::facts::HeadFacts;
 
 pub(super) const KNOWN: &[Known] = &[Known {
     architectures: &["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
     model_types: &["llama4_text", "llama4"],
+    head: HeadFacts::rms(1e-5),
     read,
 }];
 

@@ -11,9 +11,14 @@ use crate::blocks::attention::Heads;
 use crate::blocks::experts::{Routing, Scores};
 use crate::blocks::feed_forward::{FeedForwardSpec, MixtureSizes, MixtureStorage, activation};
 use crate::blocks::pre_norm::{NormsOfHeads, PreNormFamily};
+use crate::facts::HeadFacts;
 
-pub(super) const KNOWN: &[Known] =
-    &[Known { architectures: &["MiniMaxM2ForCausalLM"], model_types: &["minimax_m2"], read }];
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["MiniMaxM2ForCausalLM"],
+    model_types: &["minimax_m2"],
+    head: HeadFacts::rms(1e-6),
+    read,
+}];
 
 /// What its class fills in.
 const HEADS: Heads = Heads { query: 48, key: 8, dim: 128 };

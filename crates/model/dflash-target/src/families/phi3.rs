@@ -11,9 +11,14 @@ use crate::Outer;
 use crate::blocks::attention::Heads;
 use crate::blocks::feed_forward::{FeedForwardSpec, activation};
 use crate::blocks::pre_norm::PreNormFamily;
+use crate::facts::HeadFacts;
 
-pub(super) const KNOWN: &[Known] =
-    &[Known { architectures: &["Phi3ForCausalLM"], model_types: &["phi3"], read }];
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["Phi3ForCausalLM"],
+    model_types: &["phi3"],
+    head: HeadFacts::rms(1e-5),
+    read,
+}];
 
 fn read(text: &Fields) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;

@@ -11,16 +11,19 @@ use dflash_tensor::Result;
 use super::qwen3_next::{DeltaInputs, HybridConfig};
 use super::{Family, Known};
 use crate::Outer;
+use crate::facts::HeadFacts;
 
 pub(super) const KNOWN: &[Known] = &[
     Known {
         architectures: &["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
         model_types: &["qwen3_5_text", "qwen3_5"],
+        head: HeadFacts::plus_one(),
         read: |text| read(text, false),
     },
     Known {
         architectures: &["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
         model_types: &["qwen3_5_moe_text", "qwen3_5_moe"],
+        head: HeadFacts::plus_one(),
         read: |text| read(text, true),
     },
 ];

@@ -12,9 +12,14 @@ use crate::blocks::attention::Heads;
 use crate::blocks::experts::{Routing, Scores};
 use crate::blocks::feed_forward::{FeedForwardSpec, MixtureSizes, MixtureStorage, activation};
 use crate::blocks::pre_norm::{NormsOfHeads, PreNormFamily};
+use crate::facts::HeadFacts;
 
-pub(super) const KNOWN: &[Known] =
-    &[Known { architectures: &["Qwen3MoeForCausalLM"], model_types: &["qwen3_moe"], read }];
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["Qwen3MoeForCausalLM"],
+    model_types: &["qwen3_moe"],
+    head: HeadFacts::rms(1e-6),
+    read,
+}];
 
 fn read(text: &Fields) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;

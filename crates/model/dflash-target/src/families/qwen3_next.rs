@@ -22,13 +22,18 @@ use crate::blocks::feed_forward::{
     FeedForward, FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
 use crate::blocks::gated_attention::GatedAttention;
+use crate::facts::HeadFacts;
 use crate::layer::{Layer, Memory, Pass, RmsNorm};
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::{Outer, TargetConfig};
 
-pub(super) const KNOWN: &[Known] =
-    &[Known { architectures: &["Qwen3NextForCausalLM"], model_types: &["qwen3_next"], read }];
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["Qwen3NextForCausalLM"],
+    model_types: &["qwen3_next"],
+    head: HeadFacts::plus_one(),
+    read,
+}];
 
 fn read(text: &Fields) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;

@@ -26,5 +26,8 @@ pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyh
         summary.tokens,
         summary.seconds
     ));
+    if !summary.unread_columns.is_empty() {
+        say(format!("unread columns: {}", summary.unread_columns.listed("row")));
+    }
     Ok(())
 }
