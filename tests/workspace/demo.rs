@@ -34,6 +34,8 @@ fn the_demo_goes_the_whole_way_and_keeps_what_is_done() {
         assert!(line.contains(&rate("plain")) && line.contains(&rate("speculative")), "{line}");
     }
     assert!(!fs::exists(format!("{dir}/demo/wide")).unwrap());
+    // What it leaves can be published: no result of another target is kept with it.
+    dflash(&format!("push {drafter} --repo me/demo --dry-run")).ok();
 
     let again = dflash(&demo).ok();
     assert_eq!(again.stderr.matches("kept from an earlier run").count(), 3, "{}", again.stderr);

@@ -234,9 +234,10 @@ impl Demo<'_> {
         let line = format!("demo-target {} --widen-to {megabytes} --output", self.sizes.target);
         self.programs.run(&line, &[&output])?;
         let (prompts, draft) = (self.arg("prompts.jsonl"), path_text(drafter));
-        // Its weights are other bytes than those that the drafter was trained for.
+        // Its weights are other bytes than those that the drafter was trained for, so what is measured on
+        // them is no result of the drafter's: `dflash push` would refuse it.
         let line = format!(
-            "eval --allow-other-target --max-new-tokens {} --limit {}",
+            "eval --allow-other-target --no-record --max-new-tokens {} --limit {}",
             self.sizes.new_tokens, self.sizes.wide_prompts
         );
         let more = ["--target", &path_text(&wide), "--draft", &draft, "--prompts", &prompts];
