@@ -47,7 +47,7 @@ pub fn evaluate(
 ) -> Result<EvalReport, Error> {
     check_outputs(settings)?;
     let sets = read_sets(settings, stop)?;
-    say_unread_columns(&sets);
+    sets.iter().for_each(|(set, rows)| rows.say_unread_columns(&set.title));
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let name = settings.target.as_deref().unwrap_or_default();
@@ -94,16 +94,6 @@ fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSe
         Ok((set, rows))
     };
     locate(&settings.prompts)?.into_iter().map(read).collect()
-}
-
-/// Names what rows have and prompts have not, before hours are spent on answers to the prompts.
-fn say_unread_columns(sets: &[(PromptSet, Rows)]) {
-    for (set, rows) in sets {
-        let unread = rows.unread_columns();
-        if !unread.is_empty() {
-            say(format!("unread columns of {}: {}", set.title, unread.listed("row")));
-        }
-    }
 }
 
 /// The prompts of a set, as the target is asked in one mode of thinking.

@@ -70,6 +70,7 @@ fn read(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<Asked>, Error>
     let mut asked = Vec::new();
     for set in locate(&settings.prompts)? {
         let rows = set.rows(&hub, settings.limit, stop)?;
+        rows.say_unread_columns(&set.title);
         let dialogue = |row: &SetRow| Dialogue::read(row, settings.first_turn);
         let dialogues = rows.rows.iter().map(dialogue).collect::<Result<Vec<_>, _>>()?;
         if dialogues.is_empty() {

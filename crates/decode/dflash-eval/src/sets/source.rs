@@ -41,6 +41,15 @@ pub struct Rows {
 }
 
 impl Rows {
+    /// Names on stderr what rows of the set `title` have and prompts have not, before hours are spent on
+    /// answers.
+    pub fn say_unread_columns(&self, title: &str) {
+        let unread = self.unread_columns();
+        if !unread.is_empty() {
+            dflash_io::say(format!("unread columns of {title}: {}", unread.listed("row")));
+        }
+    }
+
     /// Columns whose contents are not in the prompts, and how many rows have a value there.
     pub fn unread_columns(&self) -> NameCounts {
         let mut counts = NameCounts::default();
