@@ -217,6 +217,7 @@ impl Job<'_> {
         for _ in 0..rows.unprinted_calls {
             out.tally.drop_turn(DropReason::UnprintedCalls, || record.place());
         }
+        out.tally.answers.absorb(rows.answers);
         match rows.samples.is_empty() {
             true => Err(Refusal::Dropped(DropReason::NoAnswer)),
             false => Ok(rows.samples),

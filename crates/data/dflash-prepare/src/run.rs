@@ -13,7 +13,7 @@ use dflash_settings::PrepareSettings;
 
 use crate::error::Error;
 use crate::model::Model;
-use crate::outcome::{Dropped, Tally};
+use crate::outcome::{Answers, Dropped, Tally};
 use crate::pipeline::{Job, process};
 use crate::provenance;
 use crate::source::{self, Source};
@@ -119,6 +119,9 @@ impl fmt::Display for Summary {
         writeln!(f, "rows written       {}", written.rows)?;
         writeln!(f, "tokens             {}", written.tokens)?;
         writeln!(f, "supervised tokens  {} ({share:.1}%)", written.supervised_tokens)?;
+        if tally.answers != Answers::default() {
+            writeln!(f, "answers            {}", tally.answers)?;
+        }
         writeln!(f, "cut to length      {}", tally.truncated)?;
         for (reason, Dropped { count, first }) in &tally.dropped {
             writeln!(f, "dropped            {count}: {reason} (first: {first})")?;

@@ -29,9 +29,9 @@ fn turns_that_say_nothing_are_taken_out_and_counted() {
     let text: Vec<String> = rows.iter().map(Value::to_string).collect();
     let summary = bench.prepare(&text.join("\n")).unwrap();
     let kept = [
-        "<user/q>/<user/r>/<assistant/[b>/]",
-        "<user/q>/<assistant/[a>/]",
-        "<user/>/<assistant/[a>/]",
+        "<user/q>/<user/r>/<assistant/[b>]/",
+        "<user/q>/<assistant/[a>]/",
+        "<user/>/<assistant/[a>]/",
     ];
     assert_eq!(bench.rows(), kept);
     let text = summary.to_string().replace(bench.root.path().to_str().unwrap(), "");
@@ -80,7 +80,7 @@ fn a_turn_of_tool_calls_says_no_more_than_the_calls() {
     // A template that prints no calls would teach to say nothing.
     let bench = Bench::new(CHATML);
     let summary = bench.prepare(&row(None)).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/>/<tool/1>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/>/<tool/1>/<assistant/[a>]/"]);
     let expect = "turns dropped      1: assistant turn of tool calls, which the chat template";
     assert!(summary.to_string().contains(expect), "{summary}");
 }
