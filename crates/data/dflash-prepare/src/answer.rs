@@ -6,15 +6,17 @@ use serde_json::{Value, json};
 /// A text that no answer begins with: a character for private use.
 const OTHER: &str = "\u{f8ff}";
 
-/// What generation prompts end with when the answer is to begin inside a reasoning block.
-const OPENERS: [&str; 7] = [
-    "<think>",
-    "<thinking>",
-    "<reasoning>",
-    "<seed:think>",
-    "[THINK]",
-    "<|START_THINKING|>",
-    "<|begin_of_thought|>",
+/// What generation prompts end with when the answer is to begin inside a reasoning block, and what
+/// closes the block.
+const OPENERS: [(&str, &str); 8] = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 ];
 
 /// Byte offsets in a render.
@@ -26,9 +28,23 @@ pub(crate) struct Found {
     pub(crate) own_context: usize,
 }
 
-/// Whether a prompt leaves a reasoning block open.
-pub(crate) fn opens_reasoning(prompt: &str) -> bool {
-    OPENERS.iter().any(|opener| prompt.trim_end().ends_with(opener))
+/// The renders of a turn that an answer is looked for in.
+#[derive(Clone, Copy)]
+pub(crate) struct Renders<'a> {
+    /// The conversation with the answer.
+    pub(crate) full: &'a str,
+    /// The same with [`with_other_answer`].
+    pub(crate) other: &'a str,
+    /// The conversation before the answer, with the generation prompt.
+    pub(crate) prompt: &'a str,
+    /// The text of the last message before the answer.
+    pub(crate) asked: &'a str,
+}
+
+/// Whether a prompt leaves a reasoning block open that `answer` does not close.
+pub(crate) fn lacks_reasoning(prompt: &str, answer: &str) -> bool {
+    let opened = OPENERS.iter().find(|(opener, _)| prompt.trim_end().ends_with(opener));
+    opened.is_some_and(|(_, closer)| !answer.contains(closer))
 }
 
 /// The messages with another text for the last one's answer, without its tool calls.
@@ -45,63 +61,77 @@ pub(crate) fn with_other_answer(messages: &[Message]) -> Vec<Message> {
     messages
 }
 
-/// Where the answer starts in `render`: at the end of the last generation prompt's `header` in it,
-/// or else where `other`, the render with [`with_other_answer`], begins to differ.
+/// Where the answer starts. Its text starts where the two full renders begin to differ. What the
+/// template prints between the last message and that text belongs to the answer as well, as far as
+/// the prompt does not have it.
 ///
 /// `None` if the render does not depend on the answer.
-pub(crate) fn find_answer(render: &str, other: &str, header: Option<&str>) -> Option<Found> {
-    let pairs = render.char_indices().zip(other.chars());
-    let differs = pairs.take_while(|((_, a), b)| a == b).last();
-    let text = differs.map_or(0, |((at, same), _)| at + same.len_utf8());
-    if text == render.len() {
+pub(crate) fn find_answer(renders: Renders<'_>) -> Option<Found> {
+    let Renders { full, other, prompt, asked } = renders;
+    let text = common(full, other);
+    if text == full.len() {
         return None;
     }
-    let header = header.filter(|header| !header.is_empty());
-    if let Some(header) = header
-        && let Some(at) = render[..text].rfind(header)
-    {
-        return Some(Found { answer: at + header.len(), own_context: at + header.len() });
-    }
-    // The header up to what it opens, such as an empty reasoning block.
-    let own_context = header.and_then(|header| end_of_start(&render[..text], header));
-    Some(Found { answer: text, own_context: own_context.unwrap_or(text) })
+    let asked = asked.trim();
+    let behind = |render: &str| Some(render.rfind(asked)? + asked.len());
+    let places = behind(&full[..text]).zip(behind(prompt)).filter(|_| !asked.is_empty());
+    let Some((in_full, in_prompt)) = places else {
+        return Some(Found { answer: text, own_context: text });
+    };
+    let between = &full[in_full..text];
+    let own_context = in_full + whole_markers(between, common(between, &prompt[in_prompt..]));
+    let rest = &full[own_context..text];
+    let ends = rest.char_indices().map(|(at, letter)| at + letter.len_utf8());
+    let overlap = ends.filter(|&end| prompt.ends_with(&rest[..end])).last().unwrap_or(0);
+    Some(Found { answer: own_context + overlap, own_context })
 }
 
-/// End of the last place in `text` that holds the longest start of `header`, of half its length or
-/// more.
-fn end_of_start(text: &str, header: &str) -> Option<usize> {
-    let ends = header.char_indices().map(|(at, _)| at).filter(|&at| at >= header.len() / 2);
-    let found = |end: usize| text.rfind(&header[..end]).map(|at| at + end);
-    ends.filter(|&end| end > 0).rev().find_map(found)
+/// Bytes that both texts begin with.
+fn common(one: &str, other: &str) -> usize {
+    let pairs = one.chars().zip(other.chars()).take_while(|(a, b)| a == b);
+    pairs.map(|(letter, _)| letter.len_utf8()).sum()
+}
+
+/// `end`, or the start of the marker, such as `<think>`, that it would cut.
+fn whole_markers(text: &str, end: usize) -> usize {
+    let open = text[..end].rfind(['<', '[']);
+    open.filter(|&open| !text[open..end].contains(['>', ']'])).unwrap_or(end)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn check(full: &str, prompt: &str, expect: Option<(&str, &str)>) {
+        let other = full.replace('b', OTHER);
+        let found = find_answer(Renders { full, other: &other, prompt, asked: " q" });
+        let split = found.map(|found| (&full[found.answer..], &full[found.own_context..]));
+        assert_eq!(split, expect, "{full}");
+    }
+
     #[test]
-    fn an_answer_starts_after_its_header_or_where_its_text_does() {
-        let check =
-            |render: &str, other: &str, header: Option<&str>, expect: Option<(&str, &str)>| {
-                let found = find_answer(render, other, header);
-                let split =
-                    found.map(|found| (&render[found.answer..], &render[found.own_context..]));
-                assert_eq!(split, expect, "{render}");
-            };
+    fn an_answer_starts_after_what_the_prompt_has_of_it() {
         // What the template opens before the text is the target's to write.
-        check("2<u>q<a>[R]b[E]", "2<u>q<a>[R]*[E]", Some("<a>"), Some(("[R]b[E]", "[R]b[E]")));
-        check("2<u>q<a>b", "2<u>q<a>*", Some("<a><t></t>"), Some(("b", "<a>b")));
-        check("2<u>q<as>b", "2<u>q<as>*", Some("<as><t>"), Some(("b", "b")));
-        check("1qa", "1q*", None, Some(("a", "a")));
-        check("1qa", "1q*", Some(""), Some(("a", "a")));
+        check("2<u>q<a>[R]b[E]", "1<u>q<a>", Some(("[R]b[E]", "[R]b[E]")));
+        // The prompt opens and closes a block that the render lacks, or has in another form.
+        check("2<u>q<a>b", "1<u>q<a><t></t>", Some(("b", "b")));
+        check("2<u>q<a><t2>b", "1<u>q<a><t></t>", Some(("<t2>b", "<t2>b")));
+        check("<u>q<a></t>b", "<u>q<a><t>", Some(("</t>b", "</t>b")));
+        // The prompt has more between the question and the header.
+        check("<u>q<a>b", "<u>q<s>now<a>", Some(("b", "<a>b")));
+        check("1qb", "2q", Some(("b", "b")));
+        // The question is printed in another form.
+        check("1Qb", "2Q", Some(("b", "b")));
+        check("1q", "1q", None);
         // Characters, not bytes, are compared.
-        check("q\u{e9}", "q\u{e8}", None, Some(("\u{e9}", "\u{e9}")));
-        check("1q", "1q", None, None);
+        assert_eq!(common("q\u{e9}", "q\u{e8}"), 1);
     }
 
     #[test]
     fn prompts_that_leave_reasoning_open_are_known() {
-        assert!(opens_reasoning("<|im_start|>assistant\n<think>\n"));
-        assert!(!opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n"));
+        let open = "<|im_start|>assistant\n<think>\n";
+        assert!(lacks_reasoning(open, "four"));
+        assert!(!lacks_reasoning(open, "</think>four"));
+        assert!(!lacks_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", "four"));
     }
 }

@@ -12,7 +12,7 @@
 //!   which is the context that a server shows. Only where P leaves a reasoning block open, which the
 //!   recorded answer does not close, does the answer keep the context that F gives it.
 //! - Some templates print the end of a turn with the next turn only (GLM: `<|user|>`). It is
-//!   supervised where a next turn is recorded.
+//!   supervised too, and after the last turn it is appended to the render.
 //! - Some templates rewrite history (they drop earlier reasoning): each turn then needs its own
 //!   sample. If every F is a prefix of the next, one sample with several spans is equivalent.
 
@@ -22,7 +22,7 @@ use dflash_chat::{ChatTokenizer, Conversation, Error, Message, Role, SegmentCach
 use dflash_data::Sample;
 use serde_json::Value;
 
-use crate::answer::{find_answer, opens_reasoning, with_other_answer};
+use crate::answer::{Renders, find_answer, lacks_reasoning, with_other_answer};
 use crate::outcome::{Answers, DropReason};
 
 /// Why a conversation gives no samples.
@@ -149,13 +149,14 @@ impl Renderer<'_> {
         self.cut([&mut prompt.ids, &mut full.ids]);
         let (mut ids, boundary) = if full.ids.starts_with(&prompt.ids) {
             self.answers.after_prompt += 1;
-            (full.ids, prompt.ids.len())
+            (full.ids.clone(), prompt.ids.len())
         } else {
-            self.found_by_text(index, prompt, full)?
+            self.found_by_text(index, &prompt, &full)?
         };
         let mut end = self.end_of_turn(&ids[boundary..]).map(|length| boundary + length);
-        if end.is_none() && self.ends_with_next(index, &mut ids)? {
-            end = Some(ids.len());
+        if end.is_none() && !self.is_cut {
+            ids.extend(self.end_in_next_turn(index, &full.text)?);
+            end = self.end_of_turn(&ids[boundary..]).map(|length| boundary + length);
         }
         self.answers.without_end += u64::from(end.is_none() && !self.is_cut);
         Ok(Turn { answer: boundary..end.unwrap_or(ids.len()), full: ids })
@@ -166,27 +167,30 @@ impl Renderer<'_> {
     fn found_by_text(
         &mut self,
         index: usize,
-        prompt: Render,
-        full: Render,
+        prompt: &Render,
+        full: &Render,
     ) -> Result<(Vec<i64>, usize), Refusal> {
         let messages = self.conversation.messages.as_slice();
-        let history = self.text(&messages[..index], false).ok();
-        let header = history.as_deref().and_then(|history| prompt.text.strip_prefix(history));
+        let asked = messages[index - 1].content.as_str().unwrap_or_default();
         let other = self.text(&with_other_answer(&messages[..=index]), false).ok();
-        let found = other.and_then(|other| find_answer(&full.text, &other, header));
+        let found = other.and_then(|other| {
+            let (full, prompt) = (full.text.as_str(), prompt.text.as_str());
+            find_answer(Renders { full, other: &other, prompt, asked })
+        });
         let Some(found) = found else {
             return Err(Refusal::Dropped(DropReason::AnswerNotFound));
         };
-        if !opens_reasoning(&prompt.text) {
-            let joined = format!("{}{}", prompt.text, &full.text[found.answer..]);
+        let answer = &full.text[found.answer..];
+        if !lacks_reasoning(&prompt.text, answer) {
+            let joined = format!("{}{answer}", prompt.text);
             let mut ids = self.encode(&joined)?;
-            let mut context = prompt.ids;
+            let mut context = prompt.ids.clone();
             self.cut([&mut context, &mut ids]);
             self.answers.in_server_context += 1;
             let boundary = common_length(&ids, &context);
             return Ok((ids, boundary));
         }
-        let mut ids = full.ids;
+        let mut ids = full.ids.clone();
         let mut context = self.encode(&full.text[..found.own_context])?;
         self.cut([&mut context, &mut ids]);
         self.answers.in_own_context += 1;
@@ -194,25 +198,35 @@ impl Renderer<'_> {
         Ok((ids, boundary))
     }
 
-    /// Tokens of an answer up to its last special token, if only white space follows that.
+    /// Tokens of an answer up to the first that ends generation, or else up to its last special
+    /// token if only white space follows that.
     fn end_of_turn(&self, answer: &[i64]) -> Option<usize> {
+        if let Some(end) = answer.iter().position(|&id| self.tokenizer.ends_answers(id)) {
+            return Some(end + 1);
+        }
         let end = 1 + answer.iter().rposition(|&id| self.tokenizer.is_special(id))?;
-        let rest = self.tokenizer.decode(&answer[end..], false).ok()?;
-        rest.trim().is_empty().then_some(end)
+        self.is_white_space(&answer[end..]).then_some(end)
     }
 
-    /// Whether the next turn begins with a token that ends this one, which `ids` then gets.
-    fn ends_with_next(&mut self, index: usize, ids: &mut Vec<i64>) -> Result<bool, Error> {
+    /// The end of a turn that the template prints with the next one, as GLM's `<|user|>`: the
+    /// tokens up to the first that ends generation, if only white space stands before it. After the
+    /// last turn a user's is assumed.
+    fn end_in_next_turn(&mut self, index: usize, full: &str) -> Result<Vec<i64>, Error> {
         let messages = self.conversation.messages.as_slice();
-        let Some(longer) = messages.get(..index + 2).filter(|_| !self.is_cut) else {
-            return Ok(false);
-        };
-        // A template may refuse the next turn; it is asked for its own sake later.
-        let Ok(longer) = self.render(longer, false) else { return Ok(false) };
-        let next = longer.ids.strip_prefix(ids.as_slice()).and_then(|rest| rest.first());
-        let end = next.copied().filter(|&id| self.tokenizer.ends_answers(id));
-        ids.extend(end);
-        Ok(end.is_some())
+        let next = Message::text(Role::User, "x");
+        let next = messages.get(index + 1).unwrap_or(&next);
+        let longer: Vec<Message> = messages[..=index].iter().chain([next]).cloned().collect();
+        // A template may refuse this; turns of the conversation are rendered for their own sake.
+        let longer = self.text(&longer, false).unwrap_or_default();
+        let mut ids = self.encode(longer.strip_prefix(full).unwrap_or_default())?;
+        let end = ids.iter().position(|&id| self.tokenizer.ends_answers(id));
+        let end = end.filter(|&end| self.is_white_space(&ids[..end]));
+        ids.truncate(end.map_or(0, |end| end + 1));
+        Ok(ids)
+    }
+
+    fn is_white_space(&self, ids: &[i64]) -> bool {
+        self.tokenizer.decode(ids, false).is_ok_and(|text| text.trim().is_empty())
     }
 
     fn render(

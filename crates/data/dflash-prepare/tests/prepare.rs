@@ -12,6 +12,8 @@ use serde_json::{Value, json};
 
 #[path = "prepare/faults.rs"]
 mod faults;
+#[path = "prepare/masks.rs"]
+mod masks;
 #[path = "prepare/rows.rs"]
 mod rows;
 
@@ -193,9 +195,11 @@ fn a_turn_that_the_next_one_ends_is_supervised_to_its_end() {
     let config = json!({"eos_token_id": [7, 257]}).to_string();
     fs::write(bench.path("model/generation_config.json"), config).unwrap();
     let summary = bench.prepare(TWO_TURNS).unwrap().to_string();
+    // The last turn gets the end that a turn of the user's would bring.
     assert_eq!(bench.rows(), [">q<[r</think>a>]s<[b>]"]);
     assert!(summary.contains("answers            2\n"), "{summary}");
-    // The last turn of a conversation has no next one.
+    // Nothing that generation does not stop at is appended.
+    fs::remove_file(bench.path("model/generation_config.json")).unwrap();
     let summary = bench.prepare(r#"{"question": "q", "answer": "a"}"#).unwrap().to_string();
     assert_eq!(bench.rows(), [">q<[a]"]);
     assert!(summary.contains("answers            1 (1 without an end of turn"), "{summary}");
