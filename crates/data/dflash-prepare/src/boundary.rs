@@ -88,7 +88,7 @@ pub fn conversation_rows(
     let mut unprinted_calls = 0;
     let within_reach = within_reach(conversation, seq_length);
     for (index, message) in conversation.messages.iter().enumerate() {
-        if index == 0 || message.role != Role::Assistant {
+        if index == 0 || message.role != Role::Assistant || message.context_only {
             continue;
         }
         if turns.reach_end {

@@ -85,7 +85,7 @@ fn fill(
             *by_file.entry(path).or_insert(0) += samples;
         }
         let written = writer.so_far();
-        read += prepared.bytes;
+        read += prepared.file_bytes;
         progress.update(read, format!("{} rows, {} tokens", written.rows, written.tokens));
         Ok(())
     })?;

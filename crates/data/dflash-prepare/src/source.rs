@@ -35,8 +35,10 @@ pub(crate) struct Record {
     /// 1-based line, or 1-based row of a Parquet file.
     pub(crate) line: usize,
     pub(crate) content: Content,
-    /// Share of the file's bytes, for progress.
+    /// What the row takes in memory, about.
     pub(crate) bytes: u64,
+    /// Bytes of the file, compressed or not, read since the row before.
+    pub(crate) file_bytes: u64,
 }
 
 #[derive(Debug)]

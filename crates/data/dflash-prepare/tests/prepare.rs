@@ -16,6 +16,8 @@ mod faults;
 mod masks;
 #[path = "prepare/rows.rs"]
 mod rows;
+#[path = "prepare/sources.rs"]
+mod sources;
 
 use rows::write_parquet;
 
