@@ -58,7 +58,7 @@ fn help_and_usage_show_the_name_that_was_typed() {
     check("generate --help", "Example: dflash-train generate --target");
     check("train --no-such-flag", "Usage: dflash-train train");
     check("eval --target x", "Usage: dflash-train eval");
-    check("completions bash", "complete -F _dflash-train");
+    check("completions bash", "-o default dflash-train\n");
     assert!(dflash("--help").stdout.contains("Usage: dflash [OPTIONS] <COMMAND>"));
 }
 
