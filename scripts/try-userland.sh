@@ -38,13 +38,14 @@ try_root() {
   inside "$root" /try-dflash/env/bin/dflash demo --quick --fresh --dir /try-dflash/demo >"$here/table" 2>"$here/said" ||
     fail "$root: the demo failed: $(tail -n5 "$here/said")"
   grep -q 'acceptance length' "$here/table" || fail "$root: no table: $(cat "$here/table")"
-  echo "$(sed -n 's/^PRETTY_NAME="\(.*\)"/\1/p' "$root/etc/os-release"), $(inside "$root" ldd --version | sed -n '1s/.*\(glibc\|GLIBC\) *//Ip'): doctor and demo are fine"
+  echo "$(sed -n 's/^PRETTY_NAME="\(.*\)"/\1/p' "$root/etc/os-release"), glibc $(inside "$root" ldd --version | sed -n '1s/.* //p'): doctor and demo are fine"
 }
 
 inside() {
   local root=$1
   shift
-  env -i HOME=/try-dflash PATH=/usr/bin:/bin DFLASH_LIBTORCH="/try-dflash/libtorch/$(basename "$libtorch")" chroot "$root" "$@"
+  chroot "$root" env -i HOME=/try-dflash PATH=/usr/bin:/bin \
+    DFLASH_LIBTORCH="/try-dflash/libtorch/$(basename "$libtorch")" "$@"
 }
 
 main "$@"
