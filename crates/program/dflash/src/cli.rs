@@ -5,13 +5,14 @@ use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parse
 use dflash_settings::{
     BenchSettings, CompletionsSettings, CpuLevel, DemoSettings, DemoTargetSettings, DoctorSettings,
     EvalSettings, ExportSettings, GenerateSettings, HiddenServerSettings, Invalid, ManSettings,
-    PlanSettings, PrepareSettings, PushSettings, RegenerateSettings, ReportSettings, ServeSettings,
-    TrainSettings,
+    PlanSettings, PrepareSettings, PushSettings, RecipesSettings, RegenerateSettings,
+    ReportSettings, ServeSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::name;
 use crate::signals::OnSignal;
 
 /// Train DFlash drafters: from conversations to a measured draft model.
@@ -86,6 +87,8 @@ pub enum Command {
     Bench(BenchSettings),
     /// Run the whole pipeline on a synthetic corpus, without downloads.
     Demo(DemoSettings),
+    /// Write the recipes, and a small sample of conversations, into a directory.
+    Recipes(RecipesSettings),
     /// Check this machine: what is there, what is missing, how to get it.
     Doctor(DoctorSettings),
     /// Print the completions of a shell.
@@ -124,6 +127,7 @@ impl Command {
             Self::Doctor(settings) => settings.check(),
             Self::Demo(settings) => settings.check(),
             Self::Report(_)
+            | Self::Recipes(_)
             | Self::Completions(_)
             | Self::Man(_)
             | Self::CpuLevels
@@ -190,14 +194,21 @@ pub(crate) const VLLM_FLAGS: &str = "vllm_flags";
 pub fn definition() -> clap::Command {
     let all = Cli::command();
     let passed_over = only_for_training(&all);
-    all.mut_subcommands(|command| {
-        let command = as_typed(command);
+    named(all).mut_subcommands(|command| {
+        let command = named(as_typed(command));
         let plans = command.get_name() == "plan";
         let command = if plans { command.args(passed_over.clone()) } else { command };
         let Some(table) = table_of(command.get_name()) else { return command };
         let command = with_short_help(command.args(run_file_arguments(table)));
         if table == "hidden_server" { command.args(server_arguments()) } else { command }
     })
+}
+
+/// With examples of the name that the program was started under.
+fn named(command: clap::Command) -> clap::Command {
+    let examples = command.get_after_help().map(ToString::to_string);
+    let Some(examples) = examples.filter(|_| name::invoked() != "dflash") else { return command };
+    command.after_help(examples.replace("dflash ", &format!("{} ", name::invoked())))
 }
 
 /// The flags of `train` that do not affect a plan. `plan` accepts and ignores them, so that it can

@@ -12,7 +12,7 @@ use dflash_settings::Invalid;
 use crate::cli::{Cli, definition};
 use crate::error::Error;
 use crate::places::Places;
-use crate::{exit, run_file};
+use crate::{exit, name, run_file};
 
 /// What the user asked for.
 #[derive(Debug)]
@@ -120,7 +120,7 @@ fn flag(command: &str, key: &str) -> String {
 }
 
 pub(crate) fn usage_error(command: &str, kind: ErrorKind, message: &str) -> Refusal {
-    let mut definition = definition();
+    let mut definition = definition().bin_name(name::invoked());
     definition.build();
     let error = match definition.find_subcommand_mut(command) {
         Some(command) => command.error(kind, message),

@@ -24,6 +24,7 @@ fn main() {
         Command::Push(settings) => run_here(&line, |stop| commands::push::run(settings, stop)),
         Command::Demo(settings) => run_here(&line, |stop| commands::demo::run(settings, stop)),
         Command::Doctor(settings) => run_here(&line, |stop| commands::doctor::run(settings, stop)),
+        Command::Recipes(settings) => run_here(&line, |_| commands::recipes::run(settings)),
         Command::Completions(settings) => {
             run_here(&line, |_| commands::shell_support::completions(settings))
         }

@@ -10,6 +10,7 @@ use clap_complete::Generator;
 use clap_complete::aot;
 use clap_mangen::Man;
 use dflash::cli::definition;
+use dflash::name;
 use dflash_settings::{CompletionsSettings, ManSettings, Shell};
 
 /// Prints the completions to standard output.
@@ -22,7 +23,7 @@ pub(crate) fn completions(settings: &CompletionsSettings) -> anyhow::Result<()> 
         Shell::Powershell => aot::Shell::PowerShell,
     };
     let mut definition = definition();
-    definition.set_bin_name("dflash");
+    definition.set_bin_name(name::invoked());
     definition.build();
     shell.try_generate(&definition, &mut io::stdout()).context("cannot write to standard output")
 }
