@@ -56,6 +56,8 @@ pub struct Tally {
     pub rows_in: u64,
     /// Samples kept but cut to the sequence length.
     pub truncated: u64,
+    /// Rows that `dflash regenerate` marked as not finished: an answer was cut at its length limit.
+    pub unfinished: u64,
     /// What was dropped, by reason.
     pub dropped: BTreeMap<DropReason, Dropped>,
     /// Turns that were removed from their conversations, or left as context, by reason.
@@ -82,6 +84,7 @@ impl Tally {
     pub(crate) fn absorb(&mut self, later: Self) {
         self.rows_in += later.rows_in;
         self.truncated += later.truncated;
+        self.unfinished += later.unfinished;
         for (reason, Dropped { count, first }) in later.dropped {
             self.dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
         }

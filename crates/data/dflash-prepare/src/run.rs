@@ -120,6 +120,13 @@ impl fmt::Display for Summary {
         writeln!(f, "tokens             {}", written.tokens)?;
         writeln!(f, "supervised tokens  {} ({share:.1}%)", written.supervised_tokens)?;
         writeln!(f, "cut to length      {}", tally.truncated)?;
+        if tally.unfinished > 0 {
+            writeln!(
+                f,
+                "answers cut        in {} of {} rows, at the --max-new-tokens of `dflash regenerate`",
+                tally.unfinished, tally.rows_in
+            )?;
+        }
         for (reason, Dropped { count, first }) in &tally.dropped {
             writeln!(f, "dropped            {count}: {reason} (first: {first})")?;
         }
