@@ -100,7 +100,7 @@ fn command_at(
     let engine = beside(&front)?;
     let libtorch = libtorch::Search::from_env(&front).find()?.root;
     let mut command = Command::new(engine);
-    command.arg0("dflash").args(args);
+    command.arg0(cli::program_name()).args(args);
     // Workers that the engine starts inherit all of these.
     command.env("DFLASH_LIBTORCH", &libtorch);
     command.env(

@@ -13,6 +13,7 @@ pub mod engine;
 pub mod exit;
 pub mod libtorch;
 pub mod logging;
+pub mod namesakes;
 pub mod places;
 pub mod signals;
 
