@@ -20,3 +20,4 @@ pub use dflash_chat::panics_are_caught;
 pub use error::Error;
 pub use outcome::{Answers, DropReason, Dropped, Tally};
 pub use run::{Summary, prepare};
+pub use source::{Input, InputRow};

@@ -103,6 +103,8 @@ pub struct Tally {
     pub truncated: u64,
     /// How answers were found, in rows that were dropped later too.
     pub answers: Answers,
+    /// Rows that `dflash regenerate` marked as not finished: an answer was cut at its length limit.
+    pub unfinished: u64,
     /// What was dropped, by reason.
     pub dropped: BTreeMap<DropReason, Dropped>,
     /// Turns that were removed from their conversations, or left as context, by reason.
@@ -130,6 +132,7 @@ impl Tally {
         self.rows_in += later.rows_in;
         self.truncated += later.truncated;
         self.answers.absorb(later.answers);
+        self.unfinished += later.unfinished;
         for (reason, Dropped { count, first }) in later.dropped {
             self.dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
         }

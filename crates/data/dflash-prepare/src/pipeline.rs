@@ -155,6 +155,7 @@ impl Job<'_> {
         let row = match record.take_parsed() {
             Ok(value) => {
                 out.tally.unread_columns.add_each(unread_columns(&value));
+                out.tally.unfinished += u64::from(value.get("finished") == Some(&false.into()));
                 parse_row(&value)
             }
             Err(reason) => return self.bad_row(record, reason, out),

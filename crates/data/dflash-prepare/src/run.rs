@@ -123,6 +123,13 @@ impl fmt::Display for Summary {
             writeln!(f, "answers            {}", tally.answers)?;
         }
         writeln!(f, "cut to length      {}", tally.truncated)?;
+        if tally.unfinished > 0 {
+            writeln!(
+                f,
+                "answers cut        in {} of {} rows, at the --max-new-tokens of `dflash regenerate`",
+                tally.unfinished, tally.rows_in
+            )?;
+        }
         for (reason, Dropped { count, first }) in &tally.dropped {
             writeln!(f, "dropped            {count}: {reason} (first: {first})")?;
         }

@@ -14,6 +14,7 @@ pub mod exit;
 pub mod libtorch;
 pub mod logging;
 pub mod name;
+pub mod namesakes;
 pub mod places;
 pub mod signals;
 

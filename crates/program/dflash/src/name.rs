@@ -6,7 +6,8 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
-const SHORT: &str = "dflash";
+/// The name that every installation has.
+pub const SHORT: &str = "dflash";
 const UNSHARED: &str = "dflash-train";
 
 /// The name of this process's program, which help and usage show: `dflash-train` if that is how it was
