@@ -138,6 +138,7 @@ fn start_model(
         let name = name.unwrap_or_else(|| models.identity.name.clone());
         let facts = shared.loaded.get_or_init(|| Loaded {
             metrics: Metrics::new(&name, engine.proposals()),
+            proposals: engine.proposals(),
             name,
             any_name,
             root: root.display().to_string(),
