@@ -22,6 +22,6 @@ pub use body::{Bodies, BodyFault, Received, announced_length, drain, read_body};
 pub use connections::{Client, Connections, watch};
 pub use count::Count;
 pub use guard::{Guard, guard, says_json};
-pub use page::{PAGE_STYLE, Page, escape};
+pub use page::{PAGE_STYLE, Page, escape, source};
 pub use refusal::Refusal;
 pub use server::{Error, Listening, Server};

@@ -61,7 +61,7 @@ impl Page<'_> {
 }
 
 /// The policy's name for an inline style or script.
-fn source(text: &str) -> String {
+pub fn source(text: &str) -> String {
     format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text)))
 }
 
