@@ -6,7 +6,8 @@
 
 It types the questions and sends them by keyboard, side by side with and without the drafter where there is one,
 and compares what the page shows with what the API says. Exits with 1 where the page is wrong, and with 77 where
-there is no Chromium (CHROMIUM names one that is not in PATH). Pictures: serve.png, wide and light, and
+there is no Chromium (CHROMIUM names one that is not in PATH). The server needs a fixed --speculate, because auto
+may propose nothing where plain decoding is faster. Pictures: serve.png, wide and light, and
 serve-narrow.png, 360 pixels wide and dark.
 """
 

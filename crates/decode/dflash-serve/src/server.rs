@@ -48,9 +48,10 @@ impl fmt::Display for Ready {
              sequences at a time; "
         )?;
         match tools {
-            Some(form) => write!(out, "calls of tools {form}"),
-            None => out.write_str("no calls of tools"),
+            Some(form) => write!(out, "calls of tools {form}")?,
+            None => out.write_str("no calls of tools")?,
         }
+        write!(out, "; chat page http://{address}/")
     }
 }
 
