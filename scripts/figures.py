@@ -128,13 +128,13 @@ def ticks(least, most, step):
 
 
 def training(data):
-    """Loss, and accuracy with expected acceptance length, over the steps of a run."""
+    """Loss and expected acceptance length over the steps of a run; the first losses, of fresh weights, lie above."""
     picture = Picture("Loss and expected acceptance length of a run", 700, 250)
     steps = data["step"]
     xs = ticks(0, max(steps), max(steps) / 3)
-    most = -(-max(data["loss"]) // 2) * 2
-    at_x, at_y = axes(picture, (50, 40, 330, 200), "loss, nats", xs, ticks(0, most, most / 4))
-    picture.line([(at_x(x), at_y(y)) for x, y in zip(steps, data["loss"])], STRONG[0])
+    at_x, at_y = axes(picture, (50, 40, 330, 200), "loss, nats", xs, ticks(0, 8, 2))
+    shown = [(at_x(x), at_y(y)) for x, y in zip(steps, data["loss"]) if y <= 8]
+    picture.line(shown, STRONG[0])
     top = -(-max(data["expected_acceptance_length"]) // 1)
     at_x, at_y = axes(picture, (400, 40, 680, 200), "expected acceptance length, tokens", xs, ticks(1, top, (top - 1) / 2))
     picture.line([(at_x(x), at_y(y)) for x, y in zip(steps, data["expected_acceptance_length"])], STRONG[2])
