@@ -30,6 +30,8 @@ mod newcomer;
 mod pipeline;
 #[path = "workspace/program.rs"]
 mod program;
+#[path = "workspace/roles.rs"]
+mod roles;
 #[path = "workspace/setup.rs"]
 mod setup;
 #[path = "workspace/streams.rs"]

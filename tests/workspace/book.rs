@@ -1,5 +1,5 @@
-//! The book and the other pages: links lead somewhere, every page has its place, and each command
-//! that a page shows is one that the program takes.
+//! The book and the other pages: links lead somewhere, every page has its place, no page is longer than
+//! its readers have time for, and the pictures are those of their data.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,8 +8,14 @@ use std::process::Command;
 
 use crate::program::run;
 
-fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
+}
+
+/// The fenced blocks of a page that are meant to be run.
+pub(crate) fn shell_blocks(text: &str) -> Vec<&str> {
+    let blocks = text.split("\n```sh\n").skip(1);
+    blocks.map(|block| block.split_once("\n```").expect("a block ends").0).collect()
 }
 
 /// Every Markdown page below `dir`.
@@ -127,6 +133,66 @@ fn every_page_has_one_place_in_the_book() {
         assert!(places.contains(page), "{} is not in docs/SUMMARY.md", page.display());
     }
     assert_eq!(listed.len() + 1, pages.len(), "docs/SUMMARY.md lists what is not there");
+}
+
+/// The words of a text: what has a letter or a digit.
+fn words(text: &str) -> usize {
+    text.split_whitespace().filter(|word| word.contains(char::is_alphanumeric)).count()
+}
+
+/// Commands are not counted: they are there to be copied.
+#[test]
+fn the_book_is_short_enough_to_be_read() {
+    let docs = root().join("docs");
+    // flags.md is made from the definitions of the flags, and the list of pages is not read.
+    let written = |page: &PathBuf| !page.ends_with("flags.md") && !page.ends_with("SUMMARY.md");
+    let read = |page: PathBuf| fs::read_to_string(page).expect("readable");
+    let pages = pages(&docs).into_iter().filter(written);
+    let total: usize = pages.map(|page| words(&prose(&read(page)))).sum();
+    assert!(total <= 20_000, "the pages of docs/ have {total} words");
+    for page in self::pages(&docs.join("roles")) {
+        let count = words(&read(page.clone()));
+        assert!(count < 600, "{} has {count} words", page.display());
+    }
+}
+
+#[test]
+fn the_readme_is_a_screen_and_a_half() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let (lines, words) = (readme.lines().count(), words(&readme));
+    assert!(lines <= 90 && words <= 600, "{lines} lines, {words} words");
+}
+
+/// Every command of the program has a line under "Commands" in the book's list: its page, or a page that
+/// is named after it.
+#[test]
+fn every_command_is_in_the_books_list() {
+    let summary = fs::read_to_string(root().join("docs/SUMMARY.md")).unwrap();
+    let (_, commands) = summary.split_once("\n# Commands\n").expect("a part of its own");
+    let commands = commands.split("\n# ").next().unwrap();
+    for name in [
+        "prepare",
+        "regenerate",
+        "hidden-server",
+        "train",
+        "plan",
+        "report",
+        "eval",
+        "bench",
+        "generate",
+        "serve",
+        "export",
+        "push",
+        "doctor",
+        "demo",
+    ] {
+        assert!(commands.contains(&format!("- [{name}](")), "{name} is not listed");
+    }
+}
+
+#[test]
+fn pictures_are_those_of_their_data() {
+    run(Command::new("python3").arg(root().join("scripts/figures.py")).arg("--check")).ok();
 }
 
 /// The values of an attribute in a page of HTML.

@@ -74,8 +74,8 @@ fn check_results(dir: &str, finished: &Finished, hub: &HubServer) {
 fn check_answers(work: &str, finished: &Finished) {
     let answer = json(&format!("{work}/answer.json"));
     let said = answer["choices"][0]["message"]["content"].as_str().unwrap();
-    // A target of so few steps says little more than line breaks.
-    assert_eq!(answer["usage"]["completion_tokens"], 32, "{answer}");
+    let tokens = answer["usage"]["completion_tokens"].as_u64().unwrap();
+    assert!((2..=32).contains(&tokens), "{answer}");
     let last = finished.stdout.strip_suffix('\n').unwrap_or(&finished.stdout);
     assert!(last.ends_with(said) && !said.is_empty(), "{said:?} ends {last:?}");
     assert_eq!(answer["model"], "mine", "{answer}");

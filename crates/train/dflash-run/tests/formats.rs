@@ -1,4 +1,4 @@
-//! docs/formats.md names the keys that are written, all of them and in their order.
+//! docs/formats.md and FILES.md name the keys that are written, all of them and in their order.
 
 use dflash_run::{
     AcceptanceFigures, Agreement, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position,
@@ -8,11 +8,16 @@ use dflash_run::{
 use serde::Serialize;
 use serde_json::Value;
 
+/// Where each file of a run is described: what users read in the book, the rest with the crate.
 const FORMATS: &str = include_str!("../../../../docs/formats.md");
+const FILES: &str = include_str!("../FILES.md");
 
-/// The first column of the table under a heading.
+/// The first column of the table under a heading; FILES.md goes first, since the book's heading of the
+/// same name has no table.
 fn documented(heading: &str) -> Vec<String> {
-    let (_, section) = FORMATS.split_once(&format!("### {heading}\n")).expect(heading);
+    let line = format!("### {heading}\n");
+    let found = FILES.split_once(&line).or_else(|| FORMATS.split_once(&line));
+    let (_, section) = found.expect(heading);
     let section = section.split("\n#").next().unwrap();
     let cells = section.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` |"));
     cells.map(|(key, _)| key.to_owned()).collect()
@@ -33,7 +38,7 @@ fn keys(value: &Value, prefix: &str) -> Vec<String> {
 
 fn check(heading: &str, value: &impl Serialize) {
     let written = keys(&serde_json::to_value(value).unwrap(), "");
-    assert_eq!(documented(heading), written, "under {heading} in docs/formats.md");
+    assert_eq!(documented(heading), written, "under {heading} in docs/formats.md or FILES.md");
 }
 
 #[test]

@@ -23,7 +23,7 @@ use worth::{Worth, shown};
 /// Of the target's 8 layers; 0 would be the embedding's output.
 const LAYERS: [&str; 4] = ["2", "3", "5", "6"];
 const RANKS: &str = "2";
-/// Settings that the figures in docs/demo.md were measured with, and that have had other defaults since.
+/// Settings that the figures in docs/proven.md were measured with, and that have had other defaults since.
 const MEASURED_WITH: &str = "--adam-betas 0.9,0.999 --validation-ratio 0";
 /// For a machine that is busy with other things.
 const SERVER_START: Duration = Duration::from_secs(120);
