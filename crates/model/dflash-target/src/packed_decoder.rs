@@ -89,8 +89,9 @@ impl PackedDecoder {
         self.embedding.rows(ids, x);
     }
 
-    /// Appends `ids` to cached sequences, `counts` tokens to each in turn. `x` [R, H] receives the
-    /// residual stream before the final norm, `states` [R, K, H] the states of `aux_layers`.
+    /// Appends `ids` to cached sequences; `parts` gives each sequence's cache and number of tokens.
+    /// `x` [R, H] receives the residual stream before the final norm, `states` [R, K, H] the states
+    /// of `aux_layers`.
     ///
     /// # Panics
     /// If a cache is too small, or an id of `aux_layers` exceeds the number of layers.

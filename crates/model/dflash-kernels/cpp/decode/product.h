@@ -3,13 +3,13 @@
 // A tile keeps the sums of some rows and columns in registers over the whole depth. Its size
 // depends on the level, whose header (`avx2.h` and so on) provides
 //
-// |  Vec, kLanes, kRegisters  vector register type, floats per register, number of registers
-// |  load, store, broadcast   floats in memory
-// |  multiply_add             a * b + c
-// |  first_of_pairs,          the halves of bfloat16 pairs as float32
-// |  second_of_pairs
-// |  kMostRows                maximum rows per tile
-// |  tile_vectors(rows)       width of a tile with that many rows, in vectors
+//   Vec, kLanes, kRegisters  vector register type, floats per register, number of registers
+//   load, store, broadcast   floats in memory
+//   multiply_add             a * b + c
+//   first_of_pairs,          the halves of bfloat16 pairs as float32
+//   second_of_pairs
+//   kMostRows                maximum rows per tile
+//   tile_vectors(rows)       width of a tile with that many rows, in vectors
 //
 // and, if it defines DFLASH_BFLOAT16_PAIRS, dot products of such pairs. Every sum is computed in
 // order of the depth, so it does not depend on the tile shape or the number of rows, to the bit.

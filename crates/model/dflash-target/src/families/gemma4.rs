@@ -34,10 +34,10 @@ pub(super) const KNOWN: &[Known] = &[Known {
     read: Gemma4Config::read,
 }];
 
-/// Its dimensions and choices.
+/// Dimensions and choices.
 #[derive(Debug, Clone, PartialEq)]
 struct Gemma4Config {
-    /// By layer.
+    /// Per layer.
     heads: Vec<Heads>,
     attention_spans: Vec<AttentionSpan>,
     intermediate_size: i64,
