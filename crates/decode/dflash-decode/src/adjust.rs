@@ -1,8 +1,10 @@
-//! What a request does to the target's logits before a token is chosen.
+//! Adjusts the target's logits as a request specifies, before a token is chosen.
 //!
-//! Every row of a block stands behind other tokens, so each is adjusted by those that its own position has
-//! before it, proposals included: the distribution is the one that plain decoding has there, and verification
-//! keeps it. A grammar comes last: what it forbids has no share, and a proposal of it is refused. A draft proposes by its own logits, which costs acceptance and changes no text.
+//! Every row of a block follows different tokens, so each is adjusted by the tokens before its own
+//! position, including proposals: the distribution is that of plain decoding, and verification
+//! preserves it. The grammar is applied last: forbidden tokens get probability 0, so proposals of
+//! them are rejected. A draft proposes from its own logits, which costs acceptance but does not
+//! change the text.
 
 use std::collections::{BTreeMap, BTreeSet};
 

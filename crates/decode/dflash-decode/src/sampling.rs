@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn draws_follow_the_weights_and_never_pick_a_zero() {
         let sampler = Sampler::new(Sampling::at(1.0), 7);
-        // With few tokens each is a group; with many, some are one.
+        // With few tokens each is its own group; with many, several share one.
         for (tokens, one, other) in [(5, 1, 3), (1000, 1, 251), (1000, 90, 601), (1000, 998, 999)] {
             let weights = Tensor::zeros([1, tokens], (Kind::Double, Device::Cpu));
             let _ = weights.narrow(1, one, 1).fill_(0.2);
@@ -408,8 +408,8 @@ mod tests {
         assert_eq!(Sampler::new(Sampling::at(0.001), 7).choose(&logits, 10), greedy);
     }
 
-    /// Distributions that are 0.2 apart agree in at least (1 - 0.2) / (1 + 0.2) of the draws, and in no more
-    /// than 1 - 0.2.
+    /// Distributions at distance 0.2 agree in at least (1 - 0.2) / (1 + 0.2) of the draws, and in
+    /// at most 1 - 0.2.
     #[test]
     fn alike_distributions_mostly_draw_the_same_token() {
         let target = Tensor::from_slice(&[0.1, 0.4, 0.2, 0.3]).unsqueeze(0);
@@ -422,7 +422,8 @@ mod tests {
         assert!((0.66..0.81).contains(&share), "{share}");
     }
 
-    /// The same two: 1 - 0.2 of the proposals are kept, and texts have the target's shares.
+    /// With the same two, 1 - 0.2 of the proposals are kept, and texts have the target's
+    /// distribution.
     #[test]
     fn rejection_keeps_what_two_distributions_share() {
         let shares = [0.1, 0.4, 0.2, 0.3];
@@ -442,7 +443,7 @@ mod tests {
         let share = |count: usize| count as f64 / texts as f64;
         assert!((share(kept) - 0.8).abs() < 0.01, "{}", share(kept));
         for (count, expected) in counts.into_iter().zip(shares) {
-            // Three standard deviations; of twelve seeds one has three and a half.
+            // Three standard deviations; one of twelve seeds deviates by three and a half.
             assert!((share(count) - expected).abs() < 0.01, "{counts:?}");
         }
     }
@@ -459,14 +460,14 @@ mod tests {
         check(all, [0.1, 0.4, 0.2, 0.3]);
         check(Sampling { top_k: Some(2), ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { top_k: Some(9), ..all }, [0.1, 0.4, 0.2, 0.3]);
-        // 0.4 is not half, 0.4 and 0.3 are.
+        // 0.4 is less than half, 0.4 + 0.3 is not.
         check(Sampling { top_p: 0.5, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { top_p: 0.3, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { top_p: 1e-9, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { min_p: 0.74, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { min_p: 0.76, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { min_p: 0.6, top_p: 0.5, ..all }, [0.0, 1.0, 0.0, 0.0]);
-        // Of the three that top-k leaves, 4/9 is not half.
+        // Among the three that top-k keeps, 4/9 is less than half.
         let both = Sampling { top_p: 0.5, top_k: Some(3), ..all };
         check(both, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
     }

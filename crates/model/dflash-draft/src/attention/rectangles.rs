@@ -118,7 +118,7 @@ impl Staircases {
     fn add_document(&mut self, first: usize, seen: &[Range<usize>]) {
         let mut start = 0;
         while start < seen.len() {
-            // All anchors that see the row before `cut` or only rows from `cut` on.
+            // All anchors whose view starts at or before `cut`.
             let cut = seen[start].end;
             let rest = &seen[start..];
             let count = rest.partition_point(|rows| rows.start <= cut);

@@ -389,7 +389,7 @@ fn accumulate(gradient: &Tensor, addend: &Tensor) {
     let _ = gradient.shallow_clone().g_add_(addend);
 }
 
-/// `gradient += ` the sum of the rows of `dy`, for a bias; summed in the gradient's own type.
+/// `gradient += ` the row sum of `dy`, for a bias; summed in the gradient's type.
 fn accumulate_rows(gradient: &Tensor, dy: &Tensor) {
     accumulate(gradient, &dy.sum_dim_intlist(0i64, false, gradient.kind()));
 }
@@ -402,7 +402,8 @@ pub(super) fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
     } else if matches!(dy.device(), Device::Cuda(_)) && gradient.kind() == Kind::Float {
         gpu::add_product(gradient, &dy_t, x);
     } else {
-        // half-precision products accumulate in float32 inside the GEMM, then into the master
+        // half-precision products accumulate in float32 within the GEMM, then in the float32
+        // gradient
         accumulate(gradient, &dy_t.matmul(x).to_kind(gradient.kind()));
     }
 }

@@ -1,7 +1,8 @@
 //! Sums that steps accumulate on the device and read once per logging interval.
 //!
-//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per slot..]`,
-//! and behind these sum and weight of each of the head's own figures, in float64: one small tensor to add over micro-batches and to all-reduce over ranks.
+//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per
+//! slot..]`, followed by sum and weight of each of the head's metrics, in float64: one small tensor
+//! to add over micro-batches and to all-reduce over ranks.
 
 use tch::{Device, Kind, Tensor};
 
