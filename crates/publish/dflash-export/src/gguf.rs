@@ -116,15 +116,15 @@ pub(crate) struct Read {
     pub(crate) head_vh: Option<Tensor>,
 }
 
-/// Reads the draft in `path`, our export or that of llama.cpp's converter.
+/// Reads the draft in `path`, exported by us or by llama.cpp's converter.
 ///
 /// # Errors
-/// Damage; another architecture or kind of drafter; a type that we do not read.
+/// A damaged file; another architecture or type of drafter; an unsupported tensor type.
 pub(crate) fn read(path: &Path) -> Result<Read> {
     let file = GgufFile::open(path)?;
     let (config, identity) = keys::parse(&file)?;
     let layout = DraftLayout::new(&config);
-    // Before memory is taken for what the metadata says.
+    // Checked before memory is allocated according to the metadata.
     for parameter in layout.parameters() {
         check_shape(&file, &tensor_name(&parameter.name), &parameter.shape)?;
     }
