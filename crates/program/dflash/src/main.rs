@@ -10,7 +10,7 @@ use dflash::command_line::{self, CommandLine};
 use dflash::{Command, Ending, OnSignal, Signals, engine, exit, logging};
 
 fn main() {
-    // Nothing here asks for memory by the gigabyte: that is the engine's work.
+    // The front program makes no huge allocations; the engine does.
     exit::install_panic_hook(|_| None);
     let line = command_line::read();
     match &line.cli.command {
@@ -29,7 +29,7 @@ fn main() {
         }
         Command::Man(settings) => run_here(&line, |_| commands::shell_support::man(settings)),
         Command::CpuLevels => run_here(&line, |_| commands::cpu_levels::run()),
-        // Nothing is installed yet that the engine would have to undo.
+        // No signal handler is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }
 }

@@ -1,4 +1,4 @@
-//! `dflash bench`: settings to one library call, and its report.
+//! `dflash bench`: passes the settings to the library and prints its report.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -1,4 +1,4 @@
-//! `dflash demo-target`: settings to one library call.
+//! `dflash demo-target`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

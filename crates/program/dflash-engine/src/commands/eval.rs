@@ -1,4 +1,4 @@
-//! `dflash eval`: settings to one library call.
+//! `dflash eval`: passes the settings to the library.
 
 use std::io::Write;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! `dflash regenerate`: settings to one library call.
+//! `dflash regenerate`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

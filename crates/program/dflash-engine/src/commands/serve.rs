@@ -1,4 +1,4 @@
-//! `dflash serve`: settings to one library call.
+//! `dflash serve`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
