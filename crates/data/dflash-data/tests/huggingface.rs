@@ -1,4 +1,5 @@
-//! Datasets that Hugging Face wrote (see `huggingface/make.py`), and ours under Arrow's own reader.
+//! Datasets written by Hugging Face (see `huggingface/make.py`), and ours read with Arrow's own
+//! reader.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

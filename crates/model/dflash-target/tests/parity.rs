@@ -1,4 +1,5 @@
-//! Targets against reference vectors: every file there is, on all paths. The vectors are in float32, from a CPU.
+//! Targets compared with reference vectors: every file, on all paths. The vectors are in float32,
+//! from a CPU.
 
 #[path = "parity/target_heads.rs"]
 mod target_heads;

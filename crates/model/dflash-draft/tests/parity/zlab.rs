@@ -1,4 +1,5 @@
-//! z-lab's reference draft: context features and one block in, normed hidden states out.
+//! z-lab's reference draft: context features and one block as input, normed hidden states as
+//! output.
 
 use std::path::Path;
 
