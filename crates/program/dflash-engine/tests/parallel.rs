@@ -295,8 +295,7 @@ fn a_rank_without_memory_refuses_what_does_not_fit_and_all_live_on() {
     let mut server = Server::start(dir.path(), &flags);
     let (short, long) = (prompt(64, 3), prompt(2048, 3));
     let expected = rows(&server.states(&short, &[6]), 6);
-    // The second rank of each stage: the first one's peer is computing, the second one's is waiting
-    // for an answer that never comes.
+    // The second rank of each stage.
     for pid in [server.ranks()[1], server.ranks()[3]] {
         Server::limit_memory(pid, 10 << 20);
         let (status, body) = server.ask(&long, &[0, 6]);
