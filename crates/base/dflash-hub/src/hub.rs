@@ -1,4 +1,4 @@
-//! From a name to a directory or files: blocking calls that watch the stop flag.
+//! Resolves a name to a directory or files: blocking calls that watch the stop flag.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};

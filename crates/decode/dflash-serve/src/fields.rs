@@ -365,7 +365,7 @@ mod tests {
         check("[1, -2]", Some(vec![Prompt::Tokens(vec![1, -2])]));
         check("[]", Some(vec![Prompt::Tokens(vec![])]));
         check("[\"a\", [1]]", Some(vec![text("a"), Prompt::Tokens(vec![1])]));
-        // Of too many, only their number matters.
+        // If there are too many, only their number matters.
         check("[1, 2, 3, 4, 5, 6]", Some(vec![Prompt::Tokens(vec![1, 2, 3, 4])]));
         for wrong in
             ["1", "1.5", "true", "{\"a\": [1]}", "[1, \"a\"]", "[[[1]]]", "[1.5]", "[null]"]

@@ -1,4 +1,4 @@
-//! From LM-head outputs to logits.
+//! Converts LM-head outputs to logits.
 
 use tch::Tensor;
 

@@ -1,4 +1,4 @@
-//! What is fetched for each part, from the Hub and from the cache.
+//! Files fetched for each part, from the Hub and from the cache.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! From the arguments of `--prompts` to rows, read one at a time.
+//! Reads the arguments of `--prompts` as rows, one at a time.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -76,7 +76,7 @@ struct Run {
     /// Per sequence.
     queries: i64,
     keys: i64,
-    /// Of the first sequence.
+    /// Start of the first sequence.
     first_query: i64,
     first_key: i64,
 }

@@ -38,7 +38,7 @@ pub trait HeadKind: Debug + Sync {
     fn read(&self, config: &DraftConfig) -> Result<Box<dyn HeadConfig>>;
 }
 
-/// What a fresh head depends on besides the settings.
+/// Inputs of a fresh head other than the settings.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadStart<'a> {
     /// Size of the target's vocabulary.
