@@ -91,7 +91,6 @@ impl Adjuster {
         }
     }
 
-    /// Whether the grammar has failed.
     pub(crate) fn has_failed(&self) -> bool {
         self.grammar.as_ref().is_some_and(Grammar::has_failed)
     }

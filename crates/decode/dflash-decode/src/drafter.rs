@@ -60,7 +60,6 @@ impl<'a> Drafter<'a> {
         Ok(Self { target, draft, masks_bh, pruned })
     }
 
-    /// Shape of a block.
     pub(crate) fn block(&self) -> BlockShape {
         self.draft.config().block()
     }

@@ -85,7 +85,6 @@ fn described(device: Device, dtype: Kind, cpu_level: Option<CpuLevel>) -> String
     format!("{device}{level}, {dtype}, {} threads", tch::get_num_threads())
 }
 
-/// Reads the prompt sets in the settings.
 fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSet, Rows)>, Error> {
     let hub = Hub::from_env();
     let read = |set: PromptSet| {

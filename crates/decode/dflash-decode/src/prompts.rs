@@ -10,7 +10,6 @@ use serde_json::Value;
 use crate::Error;
 use crate::rows::{Place, fits, prompt_ids, read_rows};
 
-/// A prompt to answer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prompt {
     /// The rendered turns; empty for a row of token ids.

@@ -22,7 +22,6 @@ impl<'a> Place<'a> {
         Self { path, line }
     }
 
-    /// The line.
     pub(crate) fn line(self) -> usize {
         self.line
     }

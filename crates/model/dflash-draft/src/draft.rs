@@ -202,12 +202,10 @@ impl Draft {
         self.norm(&self.views.hidden_norm).of(&projected)
     }
 
-    /// A norm with this weight.
     fn norm<'a>(&self, weight: &'a Tensor) -> Norm<'a> {
         Norm { weight, eps: self.config.rms_norm_eps, kernels: self.kernels }
     }
 
-    /// Rotary tables of `positions`.
     pub(crate) fn tables(&self, positions: &[i64]) -> RotaryTables {
         self.rotary.tables(&dflash_tensor::upload(positions, self.flat.device()))
     }

@@ -6,7 +6,6 @@ use dflash_tensor::ops::{Pairs, Rotary};
 use dflash_tensor::rope::{Llama3Scaling, Rope, Scaling, Yarn};
 use tch::Device;
 
-/// Rotary embedding of a draft with `config`.
 pub(crate) fn of_draft(config: &DraftConfig, device: Device) -> Rotary {
     match &config.rope_scaling {
         Some(scaling) => scaled(scaling, (config.head_dim, config.rope_theta), device),

@@ -157,7 +157,6 @@ pub struct LayerWeights<'a> {
 pub struct Stack {
     shape: Shape,
     layers: Vec<Layer>,
-    /// Pointers into `layers`.
     raw: Pointers<raw::Layer>,
     products: Products,
     scratch: RefCell<Scratch>,
@@ -420,7 +419,6 @@ pub struct Cache {
     /// Per layer: keys [heads, D, stride], so products with them read whole vectors of positions,
     /// and values [heads, positions, stride].
     layers: Vec<(Tensor, Tensor)>,
-    /// Pointers to `layers`.
     held: Pointers<raw::KeysValues>,
     /// Owner of the memory that `tables` points to.
     _rope: (Tensor, Tensor),

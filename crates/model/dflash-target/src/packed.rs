@@ -127,7 +127,6 @@ pub(crate) struct Span {
     pub(crate) tokens: i64,
     /// Position of the first key.
     pub(crate) first_key: i64,
-    /// Attention span of the queries.
     pub(crate) attention_span: AttentionSpan,
 }
 

@@ -99,7 +99,6 @@ impl PackedWeight {
         Ok(Self { matrix: matrix.into(), kind })
     }
 
-    /// The packed matrix.
     pub(crate) fn into_matrix(self) -> Arc<Matrix> {
         self.matrix
     }

@@ -236,7 +236,6 @@ fn shape_of(info: &TensorInfo) -> Vec<i64> {
     info.shape.iter().map(|&size| size as i64).collect()
 }
 
-/// The supported types.
 const TYPES: [(Dtype, Kind); 8] = [
     (Dtype::F64, Kind::Double),
     (Dtype::F32, Kind::Float),

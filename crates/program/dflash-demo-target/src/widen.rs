@@ -58,7 +58,6 @@ pub(crate) fn widen(from: &Path, to: &Path, bytes: u64) -> Result<u64, Error> {
     Ok(wide.iter().map(size).sum())
 }
 
-/// The tensors of the file, by name.
 fn entries(file: &TensorFile) -> Result<Vec<Entry>, Error> {
     let mut names = file.names();
     names.sort();

@@ -81,7 +81,6 @@ impl Server {
         decode_stream(Bytes::from(body), "the server").unwrap()
     }
 
-    /// The processes of the ranks.
     fn ranks(&self) -> Vec<u32> {
         let pid = self.child.id();
         let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();

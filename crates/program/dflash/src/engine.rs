@@ -47,7 +47,6 @@ const SEGMENTS: (&str, &str) = ("PYTORCH_ALLOC_CONF", "expandable_segments:True"
 /// Its older name, which libtorch also reads.
 const OLDER_SEGMENTS: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
-/// Whether this program is the engine.
 pub(crate) fn is_this_program() -> bool {
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
 }

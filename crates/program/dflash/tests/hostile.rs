@@ -16,7 +16,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A path that does not exist and cannot be created.
 const NOWHERE: &str = "/proc/none/x";
 
-/// Flags that may be 0.
 const MAY_BE_ZERO: [&str; 23] = [
     "contexts",
     "decay-ratio",

@@ -20,7 +20,6 @@ const WEIGHTS: &str = "model.safetensors";
 pub(crate) const VOCABULARY: &str = "draft_vocabulary.safetensors";
 pub(crate) const GGUF: &str = ".gguf";
 
-/// A drafter to publish.
 #[derive(Debug)]
 pub(crate) struct Drafter {
     /// Its location: a directory, or a GGUF file.

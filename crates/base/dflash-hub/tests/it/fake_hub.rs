@@ -26,7 +26,6 @@ pub(crate) fn files_of(dir: &Path) -> Files {
         .collect()
 }
 
-/// One branch of a repository.
 #[derive(Clone)]
 pub(crate) struct Branch {
     /// `models/owner/name` or `datasets/owner/name`.

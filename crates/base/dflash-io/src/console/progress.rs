@@ -41,9 +41,7 @@ pub struct Progress {
     started: Instant,
     /// Amount done by an earlier run.
     done_before: u64,
-    /// The last message.
     message: String,
-    /// The bar's text.
     text: Arc<Mutex<String>>,
     /// When the last line was printed; `None` if lines are not printed.
     last_line: Option<Instant>,

@@ -31,7 +31,6 @@ pub(super) struct Packed<'a> {
     features: Vec<f32>,
 }
 
-/// The draft's part.
 #[derive(Debug)]
 struct PackedDraft<'a> {
     rows: &'a dflash_draft::PackedDecoder,

@@ -38,7 +38,6 @@ impl Turn {
         self.ids_t.size()[0] as usize
     }
 
-    /// The proposed tokens.
     fn proposed(&self) -> Tensor {
         let proposed = self.rows.saturating_sub(1);
         self.ids_t.narrow(0, (self.tokens() - proposed) as i64, proposed as i64)

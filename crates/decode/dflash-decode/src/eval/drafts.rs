@@ -14,7 +14,6 @@ use crate::Error;
 use crate::engine::{Engine, EngineOptions};
 use crate::models::{DraftSource, LoadedProposer, check_target};
 
-/// All drafts, loaded.
 #[derive(Debug)]
 pub(super) struct Drafts {
     drafts: Vec<Loaded>,
@@ -22,7 +21,6 @@ pub(super) struct Drafts {
     lengths: Vec<Speculate>,
 }
 
-/// A loaded proposer.
 #[derive(Debug)]
 struct Loaded {
     label: String,

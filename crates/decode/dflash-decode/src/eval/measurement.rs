@@ -33,7 +33,6 @@ pub(super) struct Measurement<'a> {
     drafted: Vec<Drafted<'a>>,
 }
 
-/// A draft and its answers.
 #[derive(Debug)]
 struct Drafted<'a> {
     mode: DraftMode<'a>,

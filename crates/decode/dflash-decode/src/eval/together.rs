@@ -222,7 +222,6 @@ impl Active {
 }
 
 impl Round {
-    /// Appends the next part.
     fn append(&mut self, part: Self) {
         self.answers.extend(part.answers);
         self.said.extend(part.said);

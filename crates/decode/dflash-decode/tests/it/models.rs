@@ -68,7 +68,6 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
     }
 }
 
-/// A draft with random weights.
 pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> LoadedDraft {
     let _alone = alone();
     tch::manual_seed(seed);

@@ -43,7 +43,6 @@ struct Level {
     call: Call,
 }
 
-/// Rows of a tensor.
 #[derive(Debug)]
 enum Rows {
     /// First row and count.
@@ -292,7 +291,6 @@ impl RowPlan {
         }
     }
 
-    /// All rows.
     pub(super) fn rows(&self) -> &[i64] {
         &self.list
     }

@@ -38,7 +38,6 @@ struct Level {
     call: Call,
 }
 
-/// Rows of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rows {
     /// First row and count, in the original tensor.

@@ -12,9 +12,7 @@ use tch::Tensor;
 /// Parameters common to all parts of one attention.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// Scale of the scores.
     pub(super) scale: f64,
-    /// Kernels to use.
     pub(super) kernels: Kernels,
 }
 

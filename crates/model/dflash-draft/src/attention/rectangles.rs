@@ -79,7 +79,6 @@ impl BlockPlan {
     }
 }
 
-/// Document positions as context rows.
 fn context_rows(span: &DocumentSpan, positions: Range<usize>) -> Range<usize> {
     assert!(
         positions.is_empty()

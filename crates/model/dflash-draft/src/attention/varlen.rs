@@ -141,7 +141,6 @@ impl Run {
     }
 }
 
-/// Gradients of a call.
 #[derive(Debug)]
 pub(super) struct CallGradient {
     pub(super) dq: Tensor,
@@ -157,7 +156,6 @@ pub(super) struct Results {
     pub(super) dout: Tensor,
 }
 
-/// A prepared call.
 #[derive(Debug)]
 pub(super) struct Call {
     pub(super) sequences: Sequences,

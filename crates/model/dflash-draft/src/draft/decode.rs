@@ -131,7 +131,6 @@ fn float_rows(x: &Tensor) -> Tensor {
     x.to_kind(Kind::Float).contiguous()
 }
 
-/// A writable copy in float32.
 fn float_copy(x: &Tensor) -> Tensor {
     x.to_dtype(Kind::Float, false, true).contiguous()
 }

@@ -167,7 +167,6 @@ impl MetricSums {
         *weight += values_m.numel() as f64;
     }
 
-    /// All sums, in order.
     pub(crate) fn sums(&self) -> impl Iterator<Item = &Tensor> {
         self.0.iter().flatten()
     }

@@ -117,7 +117,6 @@ pub struct DraftLayout {
     trunk: Trunk,
 }
 
-/// Counts of the trunk.
 #[derive(Clone, Copy, Debug, Default)]
 struct Trunk {
     parameters: usize,

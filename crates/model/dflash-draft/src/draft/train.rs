@@ -44,7 +44,6 @@ pub enum Keep {
     Inputs,
 }
 
-/// Saved state of a layer.
 #[derive(Debug)]
 struct LayerSaved {
     input_nh: Tensor,
@@ -250,7 +249,6 @@ impl PackedInput {
     }
 }
 
-/// One layer's backward pass.
 struct LayerPass<'a> {
     draft: &'a Draft,
     layer: &'a LayerViews,

@@ -122,7 +122,6 @@ pub(super) struct Tally {
     weight_sum: Tensor,
     /// 1 where the argmax is the label, `[N]`.
     correct_n: Tensor,
-    /// The head's metrics.
     pub(super) metrics: MetricSums,
 }
 

@@ -5,7 +5,6 @@ use dflash_draft::attention::{BlockPlan, Visibility, WindowRule};
 use dflash_test_support::{ChaCha8Rng, Rng, alone};
 use tch::{Device, Kind, Tensor};
 
-/// One random case.
 #[derive(Debug)]
 pub(crate) struct Case {
     pub(crate) starts: Vec<usize>,

@@ -4,7 +4,6 @@ use dflash_draft::objective::{
     Confidence, Denominator, ElementLoss, LabelSource, MASKED_SLOTS_EPSILON, Objective, Weighting,
 };
 
-/// A matrix as its rows.
 pub(crate) type Rows = Vec<Vec<f64>>;
 
 /// A slot that carries loss.
@@ -22,7 +21,6 @@ pub(crate) struct Slot {
 pub(crate) struct Reference {
     pub(crate) block_size: usize,
     pub(crate) slots: Vec<Slot>,
-    /// lm_head.
     pub(crate) head: Rows,
     /// The target's normed hidden states.
     pub(crate) target: Rows,

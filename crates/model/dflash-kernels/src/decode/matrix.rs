@@ -75,7 +75,6 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Number of panels for `outputs`.
     fn panels(self, outputs: i64) -> i64 {
         let unit = |count: i64, unit: i64| (count + unit - 1) / unit;
         match self {

@@ -73,7 +73,6 @@ impl Panels {
         &self.words()[panel * size..(panel + 1) * size]
     }
 
-    /// All words as float32.
     pub(super) fn floats_of_all(&self) -> &[f32] {
         // SAFETY: as in `words`.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.bytes() / 4) }

@@ -21,7 +21,6 @@ fn check_index(tensors: &[&Tensor]) {
     }
 }
 
-/// `values`, padded with `rest`.
 fn padded<T: Copy>(values: impl IntoIterator<Item = T>, rest: T) -> [T; MOST_PARTS] {
     let mut all = [rest; MOST_PARTS];
     for (place, value) in all.iter_mut().zip(values) {

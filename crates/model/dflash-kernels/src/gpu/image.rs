@@ -14,7 +14,6 @@ use sha2::{Digest, Sha256};
 use super::launch::Size;
 use super::nvrtc::Nvrtc;
 
-/// CUDA source of the kernels.
 const SOURCE: &str = include_str!("../../cuda/kernels.cu");
 
 /// Shared memory in bytes that needs no opt-in.

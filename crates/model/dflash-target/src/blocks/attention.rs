@@ -223,7 +223,6 @@ pub(crate) struct AttentionSpec<'a> {
     pub(crate) temperature: Option<Temperature>,
 }
 
-/// Attention of one layer.
 #[derive(Debug)]
 pub(crate) struct SelfAttention {
     layer: usize,

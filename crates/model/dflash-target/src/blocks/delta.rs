@@ -70,7 +70,6 @@ impl DeltaHeads {
     }
 }
 
-/// The delta rule of one layer.
 #[derive(Debug)]
 pub(crate) struct DeltaRule {
     heads: DeltaHeads,
@@ -81,7 +80,6 @@ pub(crate) struct DeltaRule {
     dt_bias_h: Tensor,
 }
 
-/// State of sequences.
 #[derive(Debug)]
 struct DeltaState {
     /// The convolution's inputs of the last W-1 tokens [B, W-1, C].

@@ -197,7 +197,6 @@ impl ExpertGroups {
     }
 }
 
-/// The experts of one layer.
 #[derive(Debug)]
 pub(crate) struct Experts {
     /// [E, H, 2I]: gate, then up, per expert.

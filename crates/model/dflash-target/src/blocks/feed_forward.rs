@@ -34,7 +34,6 @@ pub(crate) struct MlpSpec<'a> {
     pub(crate) gated: Gated,
 }
 
-/// A gated MLP.
 #[derive(Debug)]
 pub(crate) struct Mlp {
     gate_up: Linear,

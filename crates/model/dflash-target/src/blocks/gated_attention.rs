@@ -14,7 +14,6 @@ use crate::blocks::attention::Heads;
 use crate::layer::{Memory, Pass, Projected, RmsNorm};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
-/// Attention of one layer.
 #[derive(Debug)]
 pub(crate) struct GatedAttention {
     layer: usize,

@@ -123,7 +123,6 @@ pub(crate) struct NamedHead {
     pub(crate) head: HeadFacts,
 }
 
-/// The heads of all families.
 pub(super) fn known() -> impl Iterator<Item = NamedHead> {
     families::heads().chain(TRAINED_FOR.iter().copied())
 }

@@ -260,7 +260,6 @@ impl Layer for DeepseekV3Layer {
     }
 }
 
-/// Latent attention.
 #[derive(Debug)]
 struct LatentAttention {
     layer: usize,
@@ -277,7 +276,6 @@ struct LatentAttention {
     kernels: Kernels,
 }
 
-/// How queries are computed.
 #[derive(Debug)]
 enum Queries {
     Direct(Linear),

@@ -255,7 +255,6 @@ impl Architecture for DenseConfig {
     }
 }
 
-/// One layer.
 #[derive(Debug)]
 struct DenseLayer {
     number: usize,

@@ -28,7 +28,6 @@ impl Shard {
     /// Not sharded.
     pub(crate) const WHOLE: Self = Self { part: 0, of: 1, sums: None };
 
-    /// Part `part` of `of`.
     pub(crate) fn new(part: usize, of: usize, sums: Option<Arc<dyn Sum>>) -> Self {
         Self { part: part as i64, of: of as i64, sums }
     }

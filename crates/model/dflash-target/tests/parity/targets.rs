@@ -44,7 +44,6 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials
 }
 
-/// Tensors and their names.
 type Named = Vec<(String, Tensor)>;
 
 /// Another form of the vectors' checkpoints.

@@ -13,7 +13,6 @@ use crate::Error;
 pub(super) enum Order {
     Gpu {
         ordinal: usize,
-        /// The computation's stream.
         compute: Arc<CudaStream>,
         /// The collectives' stream.
         stream: Arc<CudaStream>,

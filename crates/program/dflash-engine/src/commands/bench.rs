@@ -13,7 +13,6 @@ use dflash_train::bench::{self, Measured, MeasuredFlash, MeasuredProduct};
 
 use super::{described, draft};
 
-/// Runs the command.
 pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     match &settings.subject {
         BenchSubject::TrainStep(settings) => train_step(settings, stop),

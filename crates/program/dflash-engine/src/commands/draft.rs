@@ -21,7 +21,6 @@ use dflash_train::config::DraftShape;
 
 /// The draft to start from, if any.
 pub(super) struct Draft {
-    /// Its directory.
     pub(super) dir: Option<PathBuf>,
     config: Option<DraftConfig>,
     /// Size of its reduced vocabulary, if it has one.

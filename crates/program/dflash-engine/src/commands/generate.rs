@@ -21,7 +21,6 @@ use super::draft;
 /// Interval at which Ctrl-C is polled while the user types.
 const STOP_POLL: Duration = Duration::from_millis(50);
 
-/// Runs the command.
 pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let prompt = prompt(settings)?;
     if prompt.as_ref().is_some_and(|prompt| prompt.trim().is_empty()) {

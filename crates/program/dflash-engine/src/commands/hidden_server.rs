@@ -14,7 +14,6 @@ use dflash_settings::{Device, HiddenServerSettings, Invalid};
 use dflash_target::TargetConfig;
 use dflash_tensor::gpus_for;
 
-/// Runs the command.
 pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let ranks = settings.parallel.ranks();

@@ -28,7 +28,6 @@ const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 /// Message for a run that a signal stopped before its first step.
 const UNTRAINED: &str = "stopped before the first step; there was nothing to save";
 
-/// Runs the command.
 pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
     start(settings, signals).or_else(|error| match is_interruption(&error) {
         true => {

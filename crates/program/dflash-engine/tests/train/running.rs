@@ -84,7 +84,6 @@ impl Running {
         children.split_whitespace().map(|id| id.parse().unwrap()).collect()
     }
 
-    /// Waits for the end.
     pub(crate) fn end(mut self) -> Run {
         let mut stdout = String::new();
         self.child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();

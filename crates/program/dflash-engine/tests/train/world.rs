@@ -23,7 +23,6 @@ pub(crate) struct World {
     dir: tempfile::TempDir,
 }
 
-/// A finished run.
 pub(crate) struct Run {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
@@ -161,7 +160,6 @@ impl World {
         Run::of(&mut self.command(save, more))
     }
 
-    /// Runs the engine with these arguments.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Run {
         self.engine_with(arguments, &[])
     }
@@ -262,7 +260,6 @@ impl World {
         self.path("states").join(format!("hs_{sample}.safetensors"))
     }
 
-    /// The JSON lines of a file of a run.
     pub(crate) fn lines(&self, save: &str, file: &str) -> Vec<serde_json::Value> {
         let text = std::fs::read_to_string(self.path(save).join(file)).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()

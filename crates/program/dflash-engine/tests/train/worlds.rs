@@ -26,7 +26,6 @@ fn check_splits(world: &World, more: &[&str]) {
     }
 }
 
-/// The position of a checkpoint's run.
 fn position(checkpoint: &Path) -> serde_json::Value {
     let text = std::fs::read_to_string(checkpoint.join("trainer/state.json")).unwrap();
     let mut state: serde_json::Value = serde_json::from_str(&text).unwrap();

@@ -53,14 +53,12 @@ pub(super) fn text(error: &Error, kind: ContextKind) -> Option<&str> {
     }
 }
 
-/// The command's name in `args`.
 pub(super) fn command(args: &[OsString]) -> &str {
     let definition = definition();
     let names = args.iter().filter_map(|arg| arg.to_str());
     names.into_iter().find(|name| definition.find_subcommand(name).is_some()).unwrap_or_default()
 }
 
-/// `args` with `value` replaced by `number`.
 fn replaced(args: &[OsString], value: &str, number: u64) -> Vec<OsString> {
     let with = |arg: &OsString| match arg.to_str() {
         Some(text) if text == value => number.to_string().into(),

@@ -29,7 +29,6 @@ const MEASURED_WITH: &str = "--adam-betas 0.9,0.999 --validation-ratio 0";
 /// Long enough for a busy machine.
 const SERVER_START: Duration = Duration::from_secs(120);
 
-/// Sizes of the stages.
 struct Sizes {
     target: &'static str,
     answers: &'static str,

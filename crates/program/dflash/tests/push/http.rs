@@ -19,7 +19,6 @@ pub(crate) struct Request {
     pub(crate) body: Vec<u8>,
 }
 
-/// An answer.
 #[derive(Debug, Clone)]
 pub(crate) struct Answer {
     pub(crate) status: u16,

@@ -80,7 +80,6 @@ struct World {
     part: Option<usize>,
 }
 
-/// A running Hub.
 #[derive(Clone)]
 pub(crate) struct HubServer {
     pub(crate) endpoint: Arc<Mutex<String>>,

@@ -86,7 +86,6 @@ fn q8_block(values: &[f32]) -> Vec<u8> {
     f16::from_f32(scale).to_le_bytes().into_iter().chain(quants).collect()
 }
 
-/// The values of one block of q8_0.
 fn q8_values(block: &[u8]) -> impl Iterator<Item = f32> {
     let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
     block[2..].iter().map(move |&quant| f32::from(quant as i8) * scale)

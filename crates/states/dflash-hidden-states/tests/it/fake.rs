@@ -147,7 +147,6 @@ pub(crate) fn prompt(sample: u64) -> Request {
     Request { sample, input_ids: (0..length).map(|t| sample as i64 + t).collect() }
 }
 
-/// One row per sample.
 pub(crate) fn single_rows(samples: std::ops::Range<u64>) -> Vec<Vec<Request>> {
     samples.map(|sample| vec![prompt(sample)]).collect()
 }

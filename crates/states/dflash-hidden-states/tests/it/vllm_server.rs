@@ -37,7 +37,6 @@ struct Quirks {
     shares_storage: bool,
     /// Given the directory and the file about to be named, returns the file to name instead.
     names: fn(&Path, PathBuf) -> PathBuf,
-    /// Duration of writing.
     writing: Duration,
     refuses: bool,
     /// Reported log-probabilities as a function of the last state's first value, if it supports the

@@ -144,7 +144,6 @@ fn experts_of_sorted_tokens_are_those_of_each_token_alone() {
     }
 }
 
-/// Reads experts stored as `stored` from the given tensors.
 fn read(tensors: &[(&str, Tensor)], stored: Stored, bias: bool) -> Result<Experts> {
     let dir = tempfile::tempdir().unwrap();
     let named: Vec<_> =

@@ -12,7 +12,6 @@ const RATE: &str = "decode_tokens_per_second";
 /// Measurements with one target.
 #[derive(Debug)]
 pub(super) struct Worth {
-    /// The target's label.
     target: &'static str,
     /// Size of its weights in bytes.
     bytes: u64,

@@ -21,9 +21,7 @@ pub(super) enum Status {
 pub(super) struct Finding {
     /// What was checked, in a word or two.
     pub(super) what: &'static str,
-    /// Status.
     pub(super) status: Status,
-    /// What was found.
     pub(super) found: String,
     /// What to do, unless in order.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -145,7 +145,6 @@ fn free_port(port: u16) -> Finding {
     }
 }
 
-/// Bytes in GiB.
 fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / GIB as f64)
 }
