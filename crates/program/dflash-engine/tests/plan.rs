@@ -177,7 +177,7 @@ fn a_target_in_the_process_is_part_of_the_plan() {
     assert_eq!(bytes(&other, "target"), (5.0 * layer + 512.0 * 128.0) * 2.0);
     assert_eq!(bytes(&plan("--colocate --loss kl"), "target"), 8.0 * layer * 4.0);
     let (_, table, _) = engine(&format!("{line} --colocate"), dir.path());
-    for part in ["target's layers", "or, in turns, target's pass", "in turns with the draft"] {
+    for part in ["target's layers", "or target's pass, if larger", "in turns with the draft"] {
         assert!(table.contains(part), "{table}");
     }
     let (_, table, _) = engine(line, dir.path());
@@ -291,7 +291,7 @@ fn a_gpus_plan_tells_all_that_the_run_takes() {
         "of its assembling thread's copy rate",
         "Gbit/s of the network",
         "servers     ",
-        "beside each trainer",
+        "GPUs per trainer",
         "all-reduce  ",
         "over NVLink",
         "expandable segments, set by default",
