@@ -201,7 +201,7 @@ impl DraftConfig {
         })
     }
 
-    /// Base and scaling in the form of Transformers 5 and vLLM; older readers use `rope_theta` and
+    /// Base and scaling as in Transformers 5 and vLLM; older readers use `rope_theta` and
     /// `rope_scaling`.
     fn rope_parameters(&self) -> Value {
         let plain = || json!({ "rope_type": "default" });

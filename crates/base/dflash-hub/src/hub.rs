@@ -39,8 +39,8 @@ pub struct Split {
 }
 
 impl Hub {
-    /// The Hub as the environment describes it; `HF_HUB_OFFLINE` is parsed as in the official
-    /// Python client.
+    /// The Hub as set by the environment; `HF_HUB_OFFLINE` is parsed as in the official Python
+    /// client.
     pub fn from_env() -> Self {
         let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
             matches!(value.to_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE")

@@ -13,8 +13,7 @@ const MOST_REQUESTS: u64 = 4096;
 
 /// Minimum default window, MiB.
 const WINDOW_MIB: usize = 256;
-/// Minimum number of rows in the default window: one that is being made into a batch, and two in
-/// flight.
+/// Minimum rows in the default window: one being made into a batch, and two in flight.
 const WINDOW_ROWS: usize = 3;
 /// Tokens of one forward pass of the target, as in the hidden-state server.
 pub(crate) const TARGET_BATCH_TOKENS: usize = 2048;

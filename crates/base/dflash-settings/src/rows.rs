@@ -17,8 +17,7 @@ const DEFAULT_ROW: usize = 8192;
 /// 40 GB GPU.
 const DEFAULT_ANCHORS: usize = 512;
 
-/// Maximum number of epochs. Each one is planned before the first step, which takes time and
-/// memory.
+/// Maximum epochs: each is planned before the first step, which takes time and memory.
 const MOST_EPOCHS: u64 = 100_000;
 /// Maximum number of rows per rank and step.
 const MOST_MICRO_BATCHES: u64 = 100_000;

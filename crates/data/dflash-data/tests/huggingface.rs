@@ -1,5 +1,4 @@
-//! Datasets written by Hugging Face (see `huggingface/make.py`), and ours read with Arrow's own
-//! reader.
+//! Datasets written by Hugging Face (see `huggingface/make.py`), and ours in Arrow's reader.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

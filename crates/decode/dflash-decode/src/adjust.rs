@@ -17,8 +17,7 @@ use crate::grammar::Grammar;
 pub struct LogitAdjustments {
     /// Added to the logits of these tokens.
     pub logit_bias: Vec<(i64, f64)>,
-    /// Divides positive and multiplies negative logits of tokens that occur in prompt or answer; 1
-    /// for none.
+    /// Divides positive and multiplies negative logits of tokens in prompt or answer; 1 for none.
     pub repetition_penalty: f64,
     /// Subtracted from logits once per occurrence in the answer.
     pub frequency_penalty: f64,

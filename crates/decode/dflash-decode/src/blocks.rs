@@ -12,8 +12,7 @@ impl Marks {
         self.around(text, ("\x1b[32m", "\x1b[0m"), ("{+", "+}"))
     }
 
-    /// Red and struck through, or `[-text-]`; on one line, since it is not part of the text's
-    /// lines.
+    /// Red and struck through, or `[-text-]`; on one line, being outside the text.
     pub(crate) fn rejected(self, text: &str) -> String {
         let on_one_line = |letter: char| match letter {
             '\n' => '\u{21b5}',

@@ -36,8 +36,7 @@ pub(crate) struct Dialogue {
     is_question: bool,
     /// The prompt of the next answer.
     ids: Vec<i64>,
-    /// Whether the target generated each token of the prompt so far; may be shorter than the
-    /// prompt.
+    /// Whether the target generated each token of the prompt; may be shorter than it.
     mask: Vec<u8>,
     /// Whether every answer in `mask` ended with an end token.
     finished: bool,

@@ -177,8 +177,7 @@ impl<'a> Engine<'a> {
         // Drafting does not affect the text.
         let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);
         let request = Request { speculative: drafts, ..request };
-        // If memory is short, the pass that needs the rows fails instead, and can drop its
-        // sequences.
+        // If memory is short, the pass fails instead and can drop its sequences.
         let caches = catch_oom(|| self.new_caches(&request));
         let draft = self.proposer.draft().filter(|_| request.speculative);
         let caches = caches.unwrap_or_else(|_| empty_caches(self.target, draft, 0));
@@ -204,8 +203,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Suspends a sequence and frees its place. It keeps its caches, so its text does not depend on
-    /// suspensions.
+    /// Suspends a sequence and frees its place. Its caches stay, so its text is unaffected.
     pub fn rest(&mut self, id: SequenceId) {
         if let Some(at) = self.sequences.iter().position(|sequence| sequence.id == id) {
             self.resting.push(self.sequences.remove(at));
@@ -236,8 +234,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Keeps the caches of an ended sequence: a prefix copy for later prompts, and the emptied
-    /// memory.
+    /// Keeps an ended sequence's caches: a prefix copy for later prompts, and the emptied memory.
     fn retire(&mut self, mut sequence: Sequence) {
         if let Some(packed) = self.packed.as_mut().filter(|_| self.options.prefix_bytes > 0) {
             packed.catch_up(std::slice::from_mut(&mut sequence), &[0]);
@@ -303,8 +300,7 @@ impl<'a> Engine<'a> {
                 true => self.proposer.most_behind(sequence.tokens()),
                 false => 0,
             };
-            // The last tokens need fewer proposals; fixed lengths stay as set, as their statistics
-            // do.
+            // The last tokens need fewer proposals; fixed lengths and their statistics stay as set.
             let most = if self.lengths.is_auto() { most.min(sequence.room() - 1) } else { most };
             Choice { at, acceptance: sequence.acceptance, most, proposals: 0, saving: 0.0 }
         };

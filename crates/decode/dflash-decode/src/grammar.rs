@@ -86,8 +86,7 @@ fn bounded(schema: &Value) -> Value {
 }
 
 impl GrammarVocabulary {
-    /// The vocabulary of a target with `rows` embedding rows, whose answers end with one of
-    /// `end_ids`.
+    /// The vocabulary of a target with `rows` embedding rows and the end tokens `end_ids`.
     ///
     /// # Errors
     /// [`Error::UnknownSpelling`], [`Error::NoEndToken`]; [`Error::Grammar`] from llguidance.
@@ -226,8 +225,7 @@ mod tests {
 
     use super::*;
 
-    /// A vocabulary of the 256 bytes, the special token `<|end|>`, a word and the special token
-    /// `<|tool|>`.
+    /// The 256 bytes, the special token `<|end|>`, a word and the special token `<|tool|>`.
     fn tokenizer() -> ChatTokenizer {
         let dir = tempfile::tempdir().unwrap();
         let mut json = byte_tokenizer(&["<|end|>"]);

@@ -190,8 +190,7 @@ impl PartialOutput {
         self.written
     }
 
-    /// Adds the rows of prompt `number` (counted from 0); they are written once all earlier ones
-    /// are.
+    /// Adds the rows of prompt `number` (counted from 0), to be written after all earlier ones.
     pub(crate) fn push(&mut self, number: usize, rows: &[Value]) -> Result<(), Error> {
         self.waiting.insert(number, Value::from(rows).to_string());
         while let Some(rows) = self.waiting.remove(&self.written) {
@@ -202,8 +201,7 @@ impl PartialOutput {
         self.file.flush().map_err(self.failed("extend"))
     }
 
-    /// Moves the rows to their destination and removes the partial file. Returns the number of
-    /// rows.
+    /// Moves the rows to their destination, removes the partial file, and returns the row count.
     ///
     /// # Errors
     /// I/O.
@@ -410,8 +408,7 @@ mod tests {
         assert_eq!(output.written(), 1);
         output.push(1, &[row(1)]).unwrap();
         drop(output);
-        // Stopped midway, and killed after writing the new rows but before removing the partial
-        // file.
+        // Stopped midway, and killed between writing the new rows and removing the partial file.
         let partial = place.0.path().join("out.jsonl.partial");
         let before = std::fs::read(&partial).unwrap();
         let output = place.open(&stamp);

@@ -1,5 +1,4 @@
-//! Acceptance of a draft during training: speculative decoding only, on the same prompts every
-//! time.
+//! Acceptance of a draft during training, by speculative decoding of the same prompts every time.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;

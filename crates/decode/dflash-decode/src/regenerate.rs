@@ -174,8 +174,8 @@ impl<'a> Work<'a> {
         Self { data, speaker, dialogues, engine, waiting, live, done: resumed, started, progress }
     }
 
-    /// Starts prompts while there is room and runs one step. Returns the answers that ended; `None`
-    /// when all have.
+    /// Starts prompts while there is room and runs one step. Returns the ended answers; `None`
+    /// after all.
     fn step(&mut self, stop: &AtomicBool) -> Result<Option<Vec<Answered>>, Error> {
         check(stop)?;
         while self.engine.has_room() {

@@ -80,8 +80,7 @@ pub(crate) fn read_rows<T>(
         .collect()
 }
 
-/// The ids of a prompt. For one far beyond the target's context only the start, which does not fit
-/// either.
+/// The ids of a prompt. Of one far beyond the context, only a start that does not fit either.
 ///
 /// # Errors
 /// The template rejects the messages, or the tokenizer fails.

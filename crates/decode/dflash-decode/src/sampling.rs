@@ -70,8 +70,8 @@ impl Sampling {
         none_rv.scatter(1, &ids_rk.narrow(1, 0, top_k), &(kept_rk / total_r1))
     }
 
-    /// [`Self::filtered`] without sorting whole vocabularies, which takes longer than a small
-    /// target's pass.
+    /// [`Self::filtered`] without sorting whole vocabularies, which would dominate a small target's
+    /// pass.
     fn filtered_on_host(&self, scaled_rv: &Tensor, top_k: usize) -> Tensor {
         let shares_rv = scaled_rv.softmax(-1, Kind::Double);
         let mut shares: Vec<f64> =
@@ -408,8 +408,7 @@ mod tests {
         assert_eq!(Sampler::new(Sampling::at(0.001), 7).choose(&logits, 10), greedy);
     }
 
-    /// Distributions at distance 0.2 agree in at least (1 - 0.2) / (1 + 0.2) of the draws, and in
-    /// at most 1 - 0.2.
+    /// Distributions at distance 0.2 agree in (1 - 0.2) / (1 + 0.2) to 1 - 0.2 of the draws.
     #[test]
     fn alike_distributions_mostly_draw_the_same_token() {
         let target = Tensor::from_slice(&[0.1, 0.4, 0.2, 0.3]).unsqueeze(0);
@@ -422,8 +421,7 @@ mod tests {
         assert!((0.66..0.81).contains(&share), "{share}");
     }
 
-    /// With the same two, 1 - 0.2 of the proposals are kept, and texts have the target's
-    /// distribution.
+    /// Here 1 - 0.2 of the proposals are kept, and texts have the target's distribution.
     #[test]
     fn rejection_keeps_what_two_distributions_share() {
         let shares = [0.1, 0.4, 0.2, 0.3];

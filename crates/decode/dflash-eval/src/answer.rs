@@ -94,7 +94,7 @@ impl Verification {
         }
     }
 
-    /// The same counts in the form of validations, with `lengths`, each answer's own acceptance
+    /// The same counts in the form of validations, with `lengths` as each answer's acceptance
     /// length.
     pub(crate) fn counts(&self, lengths: &[f64]) -> Acceptance {
         Acceptance {

@@ -34,8 +34,7 @@ pub(crate) enum Span {
 }
 
 impl Span {
-    /// Tokens and seconds of an answer. One that came in a single piece has no decoding that could
-    /// be timed.
+    /// Tokens and seconds of an answer. One that came in a single piece has no decoding time.
     fn of(self, answer: &Answer) -> (f64, f64) {
         match self {
             Self::Whole => (answer.tokens as f64, answer.total_s),

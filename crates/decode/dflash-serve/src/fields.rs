@@ -1,5 +1,4 @@
-//! The fields of a request, taken one by one: fields that are left at the end are unknown, and
-//! refused.
+//! The fields of a request, taken one by one; any that remain are unknown, and refused.
 //!
 //! A body with two bytes per value, such as `[0,0,0]`, takes forty times its size as JSON values.
 //! So the number of values of a request is bounded, and the ids of prompts, which may be many, are

@@ -1,5 +1,4 @@
-//! Times the two methods of splitting a draft's attention, forward and backward, alternately on
-//! this CPU:
+//! Times the two methods of splitting a draft's attention alternately on this CPU:
 //!
 //! `cargo run --release --workspace --example attention_methods -- TOKENS DOCUMENTS ANCHORS BLOCK
 //! KV_HEADS GROUP HEAD_DIM [WINDOW [ROUNDS]]`, for instance `2048 8 128 16 8 4 128`; a WINDOW of 0

@@ -150,8 +150,7 @@ impl Draft {
         self.save_weights(dir, Kind::BFloat16, &[])
     }
 
-    /// Writes only model.safetensors to `dir`: the parameters in `kind`, and `more` tensors in
-    /// their own type.
+    /// Writes only model.safetensors: the parameters in `kind`, and `more` tensors in their own.
     ///
     /// # Errors
     /// As [`Self::save`].

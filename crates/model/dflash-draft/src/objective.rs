@@ -180,8 +180,7 @@ impl Objective {
         }
     }
 
-    /// Slots per chunk within the memory limit, counting the target's logits and temporaries of
-    /// mixtures.
+    /// Slots per chunk within the memory limit, with the target's logits and temporaries.
     fn chunk_rows(&self, pass: HeadPass<'_>, with_distribution: bool) -> usize {
         let head_vh = pass.lm_head_vh;
         let copies = if with_distribution { 6 } else { 1 };

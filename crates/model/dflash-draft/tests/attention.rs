@@ -1,5 +1,4 @@
-//! The planned attention compared with a dense reference: random packings, anchors, windows and
-//! heads.
+//! The planned attention against a dense reference: random packings, anchors, windows and heads.
 //!
 //! Both methods run in float64 and, on both paths (flash kernels, materialised scores), in float32.
 

@@ -23,8 +23,7 @@ const HIDDEN: usize = 5;
 const VOCABULARY: usize = 11;
 const BLOCK: usize = 4;
 
-/// Half the step of the central differences, at which float64 rounding and the cubic term are both
-/// near 1e-10.
+/// Half the step of the differences: float64 rounding and the cubic term are both near 1e-10.
 const STEP: f64 = 1e-5;
 const TOLERANCE: f64 = 1e-7;
 
@@ -104,8 +103,7 @@ impl World {
         (report.loss, divisor, Vec::try_from(gradient).unwrap())
     }
 
-    /// The same row for the definitions: supervised slots, their labels, and the target rows that
-    /// predict them.
+    /// The same row for the definitions: supervised slots, labels, and predicting target rows.
     fn reference(&self) -> Reference {
         let rows = |x: &Tensor| -> Rows {
             let width = x.size()[1] as usize;

@@ -158,8 +158,7 @@ fn a_decoded_block_is_the_one_that_training_saw() {
     }
 }
 
-/// Context arrives as a prompt of many rows, then a few at a time; a CPU handles the two
-/// differently.
+/// Context of many rows, then a few at a time; a CPU handles the two differently.
 #[test]
 fn a_block_over_context_of_many_rows_and_few_is_the_portable_one() {
     let _draws = alone();

@@ -1,5 +1,4 @@
-//! Configurations of published drafts as found in their repositories, without keys that are never
-//! read.
+//! Configurations of published drafts, without keys that are never read.
 
 use std::path::Path;
 
@@ -131,8 +130,7 @@ fn layers_of_other_kinds_are_refused_by_name() {
     assert!(parse(&outer("is_neox_style", json!(true))).is_ok());
 }
 
-/// A draft with YaRN is written so that every engine reads the same values, and is read back
-/// identically.
+/// A draft with YaRN is read alike by every engine, and read back identically.
 #[test]
 fn a_scaled_draft_is_saved_and_loaded() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A whole packed row at a realistic shape: float32 on all paths (kernels, flash attention, chunks,
+//! A packed row of realistic shape: float32 on all paths (kernels, flash attention, chunks,
 //! threads; libtorch's operations; the GPU kernels, emulated) gives the loss and every gradient of
 //! float64.
 

@@ -154,8 +154,7 @@ void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t 
     }
 }
 
-// `tile` with the fewest sums that cover the rows, in quarters of a tile, since the last tile is
-// seldom full.
+// `tile` with the fewest sums that cover the rows, in quarters of a tile.
 template <typename Kind>
 void fitting_tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t stride,
                   int64_t rows, const Place (&places)[2]) {

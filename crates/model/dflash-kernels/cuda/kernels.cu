@@ -7,8 +7,7 @@
 // Sums have a fixed order: a thread adds in order of its columns, threads are added as a tree, and
 // row sums use one partial sum per block. There are no atomics.
 //
-// Template parameters of a kernel are the type in memory and the elements that a thread moves at
-// once.
+// A kernel's template parameters are the type in memory and the elements a thread moves at once.
 #ifdef DFLASH_EMULATION
 #include "../cpp/emulation.h"
 #else
@@ -302,8 +301,7 @@ __device__ inline void column_sums(const ColumnSums& a) {
   *total += sum;
 }
 
-// One warp per head of a row. Lanes take elements of the low half and their partners in the high
-// half.
+// One warp per head of a row. Lanes take elements of both halves in pairs.
 template <typename T, int N>
 __device__ inline void heads(const Heads& a) {
   const int copied = a.value != nullptr ? a.key_heads : 0;

@@ -328,8 +328,7 @@ fn check_labels(labels: &Tensor, m: i64) {
 }
 
 impl CrossEntropy {
-    /// Overwrites the logits with the gradient of `sum weight * ce`, in their type: one read, one
-    /// write.
+    /// Overwrites the logits with the gradient of `sum weight * ce`: one read, one write.
     pub fn gradient(&self, logits: &mut Tensor, labels: &Tensor, weight_m: &Tensor) {
         check_alike(&[logits]);
         let (m, dim) = flat_rows(logits);
@@ -363,8 +362,7 @@ mod tests {
     use super::heads::{HEADS, HEADS_BACKWARD, Heads, HeadsBackward};
     use super::*;
 
-    /// Launchable kernel instances and the ones in the source are the same set, with equal struct
-    /// sizes.
+    /// Launchable kernel instances are those in the source, with equal struct sizes.
     #[test]
     fn names_and_structs_are_those_of_the_source() {
         let several = ["_bf16x8", "_bf16x1", "_f32x4", "_f32x1"];

@@ -20,8 +20,7 @@ fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// The output of a command that must succeed; prints a note and returns `None` if the program is
-/// missing.
+/// The output of a command that must succeed; `None`, with a note, if it is missing.
 fn output(command: &mut Command, package: &str) -> Option<String> {
     match command.output() {
         Ok(output) => {

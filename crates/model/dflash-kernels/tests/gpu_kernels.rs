@@ -19,8 +19,7 @@ fn wide(x: &Tensor) -> Tensor {
     x.to_kind(Kind::Double)
 }
 
-/// Tolerance: one rounding to the result's type, after float32 sums of numbers up to the largest
-/// magnitude.
+/// Tolerance: one rounding to the result's type, after float32 sums.
 fn assert_close(what: &str, found: &Tensor, expected: &Tensor) {
     assert_eq!(found.size(), expected.size(), "{what}");
     let relative = if found.kind() == Kind::BFloat16 { 2f64.powi(-8) } else { 2e-6 };

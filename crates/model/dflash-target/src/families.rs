@@ -72,8 +72,7 @@ pub(crate) trait Architecture: Debug + Send + Sync {
     /// The rotary embeddings of its layers, in the order of `Pass::tables`.
     fn rotaries(&self, device: Device) -> Vec<Rotary>;
 
-    /// Computation at the start of every pass in addition to the embedding; `None` if there is
-    /// none.
+    /// Computation at the start of every pass after the embedding, if there is any.
     fn prepare(&self, _config: &TargetConfig, _init: &Init) -> Result<Option<Box<dyn Prepare>>> {
         Ok(None)
     }

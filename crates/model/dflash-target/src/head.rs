@@ -81,8 +81,7 @@ impl TargetIo {
         Self::of(dir, &TargetFacts::load(dir, None)?, (device, kind))
     }
 
-    /// Loads only these tensors of the model in `dir`, described by `facts`. Files without them may
-    /// be absent.
+    /// Loads only these tensors of the model in `dir`; files without them may be absent.
     ///
     /// # Errors
     /// A missing, ambiguous or quantized tensor, a shape that differs from config.json, a missing

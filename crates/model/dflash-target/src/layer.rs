@@ -101,8 +101,7 @@ pub(crate) struct Projected {
     pub(crate) are_kept: bool,
 }
 
-/// Access to earlier tokens, for attention and recurrent layers: those of the same document, or of
-/// a cache.
+/// Access to earlier tokens for attention and recurrent layers: in the document or a cache.
 pub(crate) trait Attend {
     /// Where a kernel may directly write the layer's keys and values [T, M, D] of the call's
     /// tokens; `None` if [`Self::attend`] takes them as separate tensors.

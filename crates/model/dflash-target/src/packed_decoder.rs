@@ -39,8 +39,7 @@ const SMALL_LAYER: i64 = 4 << 20;
 /// Maximum rows whose logits use the packed lm_head; more rows use libtorch's products.
 const MAX_HEAD_ROWS: i64 = 256;
 
-/// A target's packed weights. Its methods read and fill slices, so a decoding step creates no
-/// tensors.
+/// A target's packed weights. Methods work on slices, so a decoding step creates no tensors.
 #[derive(Debug)]
 pub struct PackedDecoder {
     stack: Stack,

@@ -49,8 +49,7 @@ pub(crate) enum Split {
 pub(crate) enum Outputs {
     /// The same share of the outputs for every rank.
     Even(i64),
-    /// Key or value heads of size `dim`. If there are more ranks than heads, each rank has one
-    /// head.
+    /// Key or value heads of size `dim`. With more ranks than heads, each rank has one head.
     KeyHeads { heads: i64, dim: i64 },
 }
 
@@ -226,8 +225,7 @@ impl Init<'_> {
         }
     }
 
-    /// Weight of a norm that multiplies by 1 + w, in float32: rounding the sum would lose
-    /// precision.
+    /// Weight of a norm that multiplies by 1 + w, in float32 since rounding would lose precision.
     pub(crate) fn norm_plus_one(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
             Some(weights) => Ok(weights.read(name, &[size], (Kind::Float, self.options.1))? + 1.0),

@@ -99,8 +99,8 @@ impl HeadTables {
         }
     }
 
-    /// The half-width tables, if whole heads of size `dim` rotate in halves, as our GPU kernels
-    /// require.
+    /// The half-width tables, if heads of size `dim` rotate whole, in halves, as our GPU kernels
+    /// need.
     pub(crate) fn of_whole_heads(&self, dim: i64) -> Option<&RotaryTables> {
         let is_whole = self.pairs == Pairs::Halves && self.cos_t1d.size()[2] == dim;
         is_whole.then_some(&self.half)

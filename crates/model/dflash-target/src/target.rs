@@ -156,8 +156,7 @@ impl Target {
         }
     }
 
-    /// Selects the kernels. Only the fast ones read packed weights; for others the weights are
-    /// unpacked.
+    /// Selects the kernels. Only the fast ones read packed weights; others get unpacked ones.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
         if kernels != Kernels::Fast {
@@ -425,8 +424,7 @@ impl Body {
         })
     }
 
-    /// Rotary tables of `positions` `[T]` for tensors of `kind`, one per rotary embedding of the
-    /// layers.
+    /// Rotary tables of `positions` `[T]` in `kind`, one per rotary embedding of the layers.
     pub(crate) fn tables(&self, positions: &Tensor, kind: Kind) -> Vec<HeadTables> {
         self.rotaries.iter().map(|rotary| HeadTables::new(rotary, positions, kind)).collect()
     }

@@ -24,8 +24,7 @@ fn unpacked(target: Target) -> Target {
     target.with_kernels(Kernels::Portable).with_kernels(Kernels::Fast)
 }
 
-/// Results for `ids`: states, logits and choices of a prompt in one pass, in two, and token by
-/// token.
+/// Results for `ids`: states, logits and choices in one pass, in two, and token by token.
 fn outputs(target: &Target, ids: &Tensor) -> Vec<Tensor> {
     let tokens = ids.size()[0];
     let chunked = |chunk: i64| {

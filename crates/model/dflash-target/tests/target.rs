@@ -113,8 +113,7 @@ fn check_chunks(target: &Target, ids: &Tensor, chunks: &[i64], whole: &[Tensor])
     assert_eq!((cache.len(), cache.capacity(), cache.is_empty()), (23, 30, false));
 }
 
-/// Up to 32 rows use the packed layers, more use libtorch's matmuls; each continues where the other
-/// stopped.
+/// Up to 32 rows use packed layers, more libtorch's matmuls; each continues the other's work.
 #[test]
 fn few_rows_and_many_share_a_cache() {
     for target in every_target() {

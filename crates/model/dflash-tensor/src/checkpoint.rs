@@ -17,8 +17,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Elements per copy: 4 MiB of float32, large enough to amortise the system call and small against
-/// any model.
+/// Elements per copy: 4 MiB of float32, enough to amortise the system call.
 const PIECE: i64 = 1 << 20;
 
 /// Splits `elements` into ranges of bounded size.
@@ -290,8 +289,7 @@ impl TensorWriter {
         Ok(writer)
     }
 
-    /// Appends the next elements, all or part of the current tensor, from any device and in any
-    /// type.
+    /// Appends elements of the current tensor, from any device and in any type.
     pub fn append(&mut self, values: &Tensor) -> Result<()> {
         let flat = values.detach().reshape([-1]);
         for piece in pieces(0..flat.numel() as i64) {

@@ -62,8 +62,7 @@ pub fn one(queries: i64, keys: i64, window: Window, device: Device) -> Sequences
     Sequences { cu_q, cu_k, max_q: queries, max_k: keys, window }
 }
 
-/// Self-attention over packed documents: `starts` holds the first token of each, then the token
-/// count.
+/// Self-attention over packed documents: `starts` holds each one's start, then the token count.
 pub fn documents(starts: &[i64], window: Window, device: Device) -> Sequences {
     // Drop empty documents: the kernels would get a sequence without keys.
     let mut ends: Vec<i32> = starts.iter().map(|&end| end as i32).collect();

@@ -54,8 +54,7 @@ char* started(DflashWork** work, Start&& start) noexcept {
 
 extern "C" {
 
-// Stops libtorch from logging to stderr in this process: what c10d logs with a stack trace it also
-// throws.
+// Stops libtorch from logging to stderr: what c10d logs with a stack trace it also throws.
 void dflash_quiet_logs() {
   FLAGS_caffe2_log_level = c10::GLOG_FATAL;
 }

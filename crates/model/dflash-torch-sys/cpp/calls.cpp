@@ -1,5 +1,4 @@
-// Thin wrappers of libtorch calls in one translation unit: parsing libtorch's headers takes seconds
-// per file.
+// Thin wrappers of libtorch calls in one file: parsing libtorch's headers takes seconds each time.
 #include "device.cpp"
 #include "flash.cpp"
 #include "interval.cpp"

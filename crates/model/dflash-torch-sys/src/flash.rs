@@ -1,5 +1,4 @@
-//! Variable-length flash attention on a GPU: many sequences in one call, each with its own queries
-//! and keys.
+//! Variable-length flash attention on a GPU: many sequences of any lengths in one call.
 //!
 //! Supports float16 and bfloat16, head sizes that are multiples of 8 up to 256, and GPUs of compute
 //! capability 8.0 or higher. Consecutive query heads share a key/value head.

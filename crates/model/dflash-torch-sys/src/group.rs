@@ -196,8 +196,7 @@ mod tests {
         GlooConfig { rank, size, bind, timeout: LIMIT }
     }
 
-    /// Two ranks on two threads of this process. Each needs its own connection, which waiting for a
-    /// key blocks.
+    /// Two ranks on two threads of this process. Each needs a connection, since waits block it.
     fn pair() -> [ProcessGroup; 2] {
         let server = Store::serve(([127, 0, 0, 1], 0), LIMIT).unwrap();
         let client = Store::connect("127.0.0.1", server.port(), LIMIT).unwrap();

@@ -109,8 +109,7 @@ unsafe impl Send for Member {}
 unsafe impl Sync for Member {}
 
 impl NcclGroup {
-    /// Joins the group `id` as `rank` of `size`, for tensors on `device`; returns when all ranks
-    /// have joined.
+    /// Joins the group `id` as `rank` of `size`, for tensors on `device`; waits for all ranks.
     ///
     /// # Errors
     /// [`Error::NoNccl`], [`Error::Nccl`]: for instance if two ranks use one GPU.

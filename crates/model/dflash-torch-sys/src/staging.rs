@@ -67,8 +67,7 @@ pub struct Arrival {
 
 /// An asynchronous copy.
 pub trait Copying: Send {
-    /// Makes work that this thread submits to the device of `tensor`, the copy's result, wait for
-    /// the copy.
+    /// Makes this thread's later work on the device of `tensor`, the copy's result, wait for it.
     ///
     /// # Errors
     /// The device has failed.

@@ -50,8 +50,7 @@ impl Store {
         Self::tcp("127.0.0.1", port, Role::Server(None), timeout)
     }
 
-    /// Connects to the store at `host:port`, retrying until `timeout`, which also bounds
-    /// [`Store::get`].
+    /// Connects to the store at `host:port` within `timeout`, which also bounds [`Store::get`].
     ///
     /// # Errors
     /// [`Error::Torch`] if nothing answers in time or it is not a TCPStore.

@@ -69,8 +69,7 @@ pub struct Event {
 pub struct Record {
     /// In order.
     pub events: Vec<Event>,
-    /// Bytes of live tensors at the end, rounded to the granularity of CUDA's allocator (512
-    /// bytes).
+    /// Bytes of live tensors at the end, rounded like CUDA's allocator (to 512 bytes).
     pub live_bytes: u64,
     /// Peak bytes.
     pub peak_bytes: u64,
@@ -109,8 +108,7 @@ pub struct Part {
     before: Option<u32>,
 }
 
-/// Assigns what follows to the part `name` until the result is dropped. Parts nest; the innermost
-/// counts.
+/// Assigns what follows to part `name` until the result is dropped. The innermost part counts.
 pub fn part(name: &'static str) -> Part {
     if !is_fake_cuda() && !TIMED.get() {
         return Part { before: None };

@@ -1,5 +1,4 @@
-//! The fake CUDA device: what it records, what it refuses, and that it is confined to its thread
-//! and time.
+//! The fake CUDA device: what it records and refuses, and its confinement to thread and time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

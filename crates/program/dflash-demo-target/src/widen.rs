@@ -26,8 +26,7 @@ enum Side {
     Columns,
 }
 
-/// Writes the target in `from`, widened until its weights take about `bytes`, to `to`, and returns
-/// their size.
+/// Writes the target in `from` to `to`, widened to about `bytes` of weights; returns their size.
 ///
 /// # Errors
 /// I/O, or a directory that is not the demo's target.

@@ -11,7 +11,7 @@ pub struct BlockShape {
 }
 
 impl BlockShape {
-    /// DFlash's shape: `rows` rows, of which all except the anchor's predict the token at their own
+    /// DFlash's shape: all of `rows` rows except the anchor's predict the token at their own
     /// position.
     pub const fn fill_in(rows: usize) -> Self {
         Self { rows, first_predicting: 1 }
@@ -27,8 +27,7 @@ impl BlockShape {
         self.rows - 1
     }
 
-    /// Distance from the anchor of the token that the first row would predict; 0 is the anchor
-    /// itself.
+    /// Distance from the anchor of the token predicted by the first row; 0 is the anchor itself.
     pub const fn shift(&self) -> usize {
         1 - self.first_predicting
     }

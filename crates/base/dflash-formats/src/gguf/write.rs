@@ -40,8 +40,7 @@ impl NewTensor {
     }
 }
 
-/// A file being written; it appears under its name only when finished. Methods fail only on I/O
-/// errors.
+/// A file being written, renamed into place when finished. Methods fail only on I/O errors.
 #[derive(Debug)]
 pub struct GgufWriter {
     file: PendingFile,
@@ -51,8 +50,8 @@ pub struct GgufWriter {
 }
 
 impl GgufWriter {
-    /// Starts the file `path` with these keys and tensors, in order, and writes everything before
-    /// the tensor data.
+    /// Starts the file `path` with these keys and tensorsand writes everything before the tensor
+    /// data.
     pub fn create(path: &Path, keys: &[(String, Value)], tensors: &[NewTensor]) -> Result<Self> {
         let missing = tensors.iter().map(NewTensor::bytes).filter(|&bytes| bytes > 0).collect();
         let mut writer = Self { file: PendingFile::create(path)?, missing, written: 0 };

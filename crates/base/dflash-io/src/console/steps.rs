@@ -7,8 +7,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::say;
 
-/// A bar with steps and time, and a line of figures below it; draws nothing if hidden. Clones share
-/// the bar.
+/// A bar with steps and time, and a line of figures below it. Clones share the bar.
 #[derive(Debug, Clone)]
 pub struct StepBar {
     /// Kept here because bars are locked while other work uses the terminal.
@@ -20,8 +19,7 @@ pub struct StepBar {
 }
 
 impl StepBar {
-    /// A bar of `total` steps, `done` of which were taken earlier, on stderr if it is `shown` and a
-    /// terminal.
+    /// A bar of `total` steps, `done` of them earlier, on stderr if that is a terminal and `shown`.
     pub fn new((done, total): (u64, u64), shown: bool) -> Self {
         let target =
             if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -30,8 +28,7 @@ impl StepBar {
 
     fn on(target: ProgressDrawTarget, (done, total): (u64, u64)) -> Self {
         let is_hidden = target.is_hidden();
-        // A bar has a single message that is cut to the terminal's width, so two lines need two
-        // bars.
+        // A bar has one message, cut to the terminal's width, so two lines need two bars.
         let lines = MultiProgress::with_draw_target(target);
         let line = |template: &str| {
             let style = ProgressStyle::with_template(template).expect("a well-formed template");

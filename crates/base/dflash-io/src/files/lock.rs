@@ -11,8 +11,7 @@ use std::path::{Path, PathBuf};
 use super::pending::Pending;
 use crate::Error;
 
-/// How often the file may vanish before it is locked. Each time another process has just released
-/// it.
+/// How often the file may vanish before it is locked, each time released by another process.
 const ATTEMPTS: usize = 1000;
 
 /// A held lock. Dropping it removes its file, and the parents that were made for it if they are

@@ -146,8 +146,8 @@ impl Lengths {
         let seconds = cost.verify + cost.draft;
         self.credit += TRIALS * seconds;
         if let Some(expected) = self.trial.take() {
-            // Catching up the context after steps without proposals makes a trial more expensive
-            // than a block.
+            // Catching up the context after steps without proposals makes a trial cost more than a
+            // block.
             self.credit -= seconds - expected;
         }
     }
@@ -177,8 +177,7 @@ impl Lengths {
         }
     }
 
-    /// Per slot, the acceptance rate given that all earlier slots were accepted, over all
-    /// sequences.
+    /// Acceptance rate per slot given that all earlier ones were accepted, over all sequences.
     fn shares(&self) -> impl Iterator<Item = f64> + '_ {
         self.slots.iter().scan(PRIOR.0, |before, (reached, accepted)| {
             *before = (accepted + PRIOR.1 * *before) / (reached + PRIOR.1);

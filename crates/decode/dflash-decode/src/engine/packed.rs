@@ -227,8 +227,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Runs the target over the tokens of `plans`, which are few rows together, and processes its
-    /// output.
+    /// Runs the target over the tokens of `plans`, few rows in total, and processes its output.
     fn verify(
         &mut self,
         sequences: &mut [Sequence],

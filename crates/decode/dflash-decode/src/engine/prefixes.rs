@@ -60,8 +60,7 @@ impl Prefixes {
         self.bytes
     }
 
-    /// Longest common prefix of `prompt` with any entry, whether or not its caches can be copied
-    /// there.
+    /// Longest common prefix of `prompt` with any entry, even if its caches cannot be copied there.
     pub(super) fn longest(&self, prompt: &[i64], drafts: bool) -> usize {
         self.entries.iter().map(|entry| entry.shared(prompt, drafts)).max().unwrap_or(0)
     }

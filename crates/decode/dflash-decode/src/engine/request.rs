@@ -42,8 +42,7 @@ pub struct Request {
     pub seed: u64,
     /// Report each token's log-probability, and those of this many most likely tokens.
     pub logprobs: Option<usize>,
-    /// Also report log-probabilities of the prompt. The prompt is then read in full, without cached
-    /// prefixes.
+    /// Also report log-probabilities of the prompt. It is then read without cached prefixes.
     pub prompt_logprobs: bool,
     /// Whether to use proposals, if there is a proposer.
     pub speculative: bool,
@@ -101,8 +100,7 @@ pub struct Output {
     /// Log-probabilities of the prompt from its second token on, if requested; with the first
     /// output.
     pub prompt: Vec<Logprob>,
-    /// The verified block; `None` for the first token, which comes from the prompt, and without
-    /// proposals.
+    /// The verified block; `None` for the first token, from the prompt, and without proposals.
     pub block: Option<Block>,
     /// Why the answer ended; the sequence has then been removed.
     pub finish: Option<Finish>,

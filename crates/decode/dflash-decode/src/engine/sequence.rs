@@ -16,8 +16,7 @@ use crate::sampling::Sampler;
 /// Answer tokens that the first cache has room for; capacity doubles as the answer grows.
 const FIRST_ANSWER: usize = 256;
 
-/// Prompt rows whose logits are computed at a time; about 60 MB with temporaries for a large
-/// vocabulary.
+/// Prompt rows whose logits are computed at once; about 60 MB for a large vocabulary.
 const PROMPT_ROWS: usize = 32;
 
 /// A prompt and its answer so far.

@@ -196,8 +196,7 @@ fn verify(
     (outputs, kept)
 }
 
-/// Truncates the target's caches to the kept tokens and queues their auxiliary hidden states for
-/// the draft.
+/// Truncates the target's caches to the kept tokens; queues their features for the draft.
 fn keep(
     sequences: &mut [Sequence],
     turns: &[Turn],

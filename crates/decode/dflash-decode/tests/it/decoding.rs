@@ -30,8 +30,7 @@ fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
 fn speculative_text_is_plain_text() {
     let mut partly_accepted = 0;
     for case in 0..24 {
-        // With a vocabulary this small, chance agreements produce accepted prefixes of every
-        // length.
+        // In so small a vocabulary, chance produces accepted prefixes of every length.
         let (vocab, block_size) = (3 + case as i64 % 4, 2 + case % 6);
         let target = random_target(vocab, case as i64);
         let draft = random_draft(draft_config(&target, block_size), case as i64);
@@ -94,8 +93,7 @@ fn as_much_is_accepted_as_with_libtorchs_operations() {
     assert!(some > 40 && some < steps, "{some} of {steps} steps accepted something");
 }
 
-/// If all rows predict, each proposes the token after its own, one more in total; texts stay the
-/// target's.
+/// If all rows predict, there is one proposal more; texts stay the target's.
 #[test]
 fn a_block_whose_anchor_predicts_proposes_a_token_more() {
     let mut longest = 0;

@@ -1,5 +1,4 @@
-//! Sequences decoded together give the same results as alone, and samples follow the target's
-//! distribution.
+//! Sequences decoded together: the same results as alone, sampled from the target's distribution.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
@@ -166,8 +165,7 @@ fn a_request_is_answered_alike_alone_and_in_company() {
     }
 }
 
-/// Greedy and sampled texts do not depend on what proposes tokens, how many, or how that number is
-/// chosen.
+/// Texts do not depend on what proposes tokens, how many, or how that number is chosen.
 #[test]
 fn what_is_proposed_changes_no_text() {
     let models = models(30, 5);
@@ -377,8 +375,7 @@ fn a_long_prompt_does_not_stall_the_others() {
     let short = engine.add(request(prompt(5, 1, 20), 60));
     engine.step().unwrap();
     engine.add(request(prompt(300, 2, 20), 5));
-    // 300 tokens in pieces of 24: at least a dozen steps, in each of which the other sequence
-    // advances.
+    // 300 tokens in pieces of 24: a dozen steps, in each of which the other sequence advances.
     for _ in 0..12 {
         let outputs = engine.step().unwrap();
         assert_eq!(outputs.iter().map(|output| output.id).collect::<Vec<_>>(), [short]);

@@ -18,8 +18,7 @@ fn tokenizer(json: &Value) -> ChatTokenizer {
     ChatTokenizer::load(dir.path()).unwrap()
 }
 
-/// Texts of the first ids of a small vocabulary; followed by its end token, and two rows without a
-/// token.
+/// Texts of a small vocabulary; its end token and two unused rows follow.
 const TOKENS: [&str; 5] = ["a", "b", "\"", "c", "ab"];
 const END: i64 = 5;
 const VOCAB: i64 = 8;

@@ -153,8 +153,8 @@ fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
         check(&target, &together, &found);
         let cached: Vec<usize> = found.iter().map(|answer| answer.cached).collect();
         assert!(cached[1..].iter().all(|&cached| cached >= 48), "{name}: {cached:?}");
-        // One after the other: the second reads the prefix again where no state is stored, the
-        // third does not.
+        // One by one: the second reads the prefix again where no state is stored, the third does
+        // not.
         let mut engine = start();
         let one_by_one: Vec<Answer> = together
             .iter()

@@ -97,8 +97,8 @@ impl Round {
         Self { work: Arc::new(work), concurrency, parts, counted, served: 0.0 }
     }
 
-    /// Sends the warm-up requests. A server that fails them all is given up at its first question
-    /// that fails too.
+    /// Sends the warm-up requests. A server that fails all is given up at its first failed
+    /// question.
     pub(crate) async fn warm_up(&self) {
         let mut requests = JoinSet::new();
         for _ in 0..self.concurrency {

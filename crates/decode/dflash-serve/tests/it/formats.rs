@@ -81,8 +81,7 @@ async fn any_object_is_an_object_and_a_cut_one_says_so() {
     assert_eq!(free["choices"], plain["choices"]);
 }
 
-/// More requests than grammars allowed at once, with a schema that turns out too large after the
-/// first token.
+/// More requests than allowed grammars, with a schema found too large after the first token.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_whose_format_cannot_be_followed_ends_alone() {
     let server = Running::start(settings());

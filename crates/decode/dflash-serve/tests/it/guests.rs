@@ -1,5 +1,4 @@
-//! Who may connect and how: web pages, greedy and odd clients, those that disconnect and those that
-//! only seem to.
+//! Who may connect and how: web pages, greedy, odd, disconnected and half-closed clients.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};

@@ -105,8 +105,7 @@ impl KeyRows {
     }
 }
 
-/// Merge of the parts so far: out [slots, heads, D], lse [heads, slots]; float32 for half-precision
-/// inputs.
+/// Merge of the parts so far: out [slots, heads, D], lse [heads, slots]; float32 for halves.
 struct Merged {
     out: Tensor,
     lse: Tensor,

@@ -21,8 +21,7 @@ use super::{Attended, AttentionGradient, AttentionShape, KeyValue};
 pub(super) struct JoinedAttention {
     runner: Runner,
     own: Call,
-    /// Rows of the own call's keys; `None` if no block has an edge and the keys are just the own
-    /// rows.
+    /// Rows of the own call's keys; `None` if no block has an edge.
     own_keys: Option<Rows>,
     levels: Vec<Level>,
     tables: Tables,

@@ -101,8 +101,7 @@ struct Staircases {
     earlier: Vec<Vec<Rectangle>>,
     /// As in [`RectanglePlan`].
     edges: Vec<Range<usize>>,
-    /// Maximum edge length that replaces rectangles of more than [`FEW`] anchors; 0 if edges
-    /// replace none.
+    /// Maximum edge length that replaces rectangles of more than [`FEW`] anchors; 0 for none.
     room: usize,
 }
 
@@ -154,8 +153,7 @@ impl Staircases {
     }
 }
 
-/// Beyond the common part, the earlier half sees from its own last start to the last anchor's
-/// start.
+/// Beyond the common part, the earlier half sees from its last start to the last anchor's.
 fn halve_earlier(
     levels: &mut Vec<Vec<Rectangle>>,
     depth: usize,

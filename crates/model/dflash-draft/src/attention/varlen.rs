@@ -32,9 +32,7 @@ pub(super) struct Lengths {
 impl Lengths {
     /// From each sequence's (queries, keys).
     ///
-    /// # Panics
-    /// On a sequence without queries or keys, for which kernels return infinities: a bug of the
-    /// caller.
+    /// # Panics On a sequence without queries or keys, for which kernels return infinities (a bug).
     pub(super) fn new(sequences: impl Iterator<Item = (usize, usize)>, window: Window) -> Self {
         let (mut queries, mut keys) = (vec![0], vec![0]);
         let next = |ends: &[i32], length: usize| {

@@ -1,5 +1,4 @@
-//! The training pass over one packed row: a forward pass that keeps little, and an explicit
-//! backward pass.
+//! The training pass over a packed row: a lean forward pass and an explicit backward pass.
 //!
 //! Per layer the forward pass keeps the residual inputs, the raw projections and the attention
 //! result. Norms, rotations and SwiGLU are recomputed in the backward pass, which costs only

@@ -38,8 +38,7 @@ pub struct BlockLabels {
     distribution_rows: Vec<i64>,
     /// For every slot the data's token before the one that it predicts.
     previous: Vec<i64>,
-    /// Supervised slots whose token is outside the draft's vocabulary: no loss, but a miss in
-    /// metrics.
+    /// Supervised slots with a token outside the draft's vocabulary: no loss, but a miss.
     misses: Vec<i64>,
 }
 

@@ -17,8 +17,7 @@ impl Vectors {
         Self { file: TensorFile::open(path).unwrap() }
     }
 
-    /// The tensor at the tests' place: inputs are converted to its type, results keep the stored
-    /// type.
+    /// The tensor at the tests' place: inputs in its type, results in the stored type.
     pub(crate) fn tensor(&self, name: &str) -> Tensor {
         let is_result = ["out.", "grad."].iter().any(|prefix| name.starts_with(prefix));
         if is_result { self.stored(name) } else { place().put(&self.stored(name)) }

@@ -1,5 +1,4 @@
-//! z-lab's reference draft: context features and one block as input, normed hidden states as
-//! output.
+//! z-lab's reference draft: context features and a block as input, normed states as output.
 
 use std::path::Path;
 

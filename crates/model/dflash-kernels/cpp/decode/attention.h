@@ -192,8 +192,7 @@ inline void finish(const Part& joined, Element* out, int64_t dim) {
   if (d < dim) store_some(out + d, load_some(joined.values + d, dim - d) * scale, dim - d);
 }
 
-// All rows of a head from `unread` on, over all their chunks. `attended` is the sequence's first
-// row.
+// A head's rows from `unread` on, over all chunks. `attended` is the sequence's first row.
 template <typename Element>
 void attend_head(const Head& head, const Sizes& sizes, int64_t unread, const Scratch& scratch,
                  Element* attended) {

@@ -50,8 +50,7 @@ struct Pieces {
   }
 };
 
-// Size of a query's partial attention: unnormalised values, the sum of exponentials, and the
-// largest score.
+// Size of a query's partial attention: unnormalised values, sum of exponentials, largest score.
 inline int64_t part_size(int64_t value_stride) { return value_stride + kLine; }
 
 // Rows of the sequence that attend together in a round.

@@ -13,8 +13,7 @@ typedef uint32x4_t Words;
 constexpr int kRegisters = 32;
 constexpr int64_t kLanes = 4;
 
-// Sixteen sums in flight if there are enough rows, leaving registers for a step's weights and a
-// factor.
+// Sixteen sums in flight given enough rows, leaving registers for a step's weights and a factor.
 constexpr int kMostRows = 4;
 constexpr int tile_vectors(int rows) { return rows <= 2 ? 8 : 4; }
 

@@ -41,8 +41,7 @@ struct Panels {
   int64_t step, panel;
 };
 
-// Operand types: a row's element type, how many row words are multiplied with a weight word, and
-// how.
+// Operand types: a row's element type, row words multiplied with each weight word, and how.
 struct Float32 {
   typedef float Element;
   static constexpr int kFactors = 1;

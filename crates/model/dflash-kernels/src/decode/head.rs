@@ -47,8 +47,7 @@ impl Head {
         parts.for_each(|(x, logits)| self.run(x, norm, logits.as_mut_ptr(), null_mut()));
     }
 
-    /// Writes the argmax token of each row of `x` [R, H] to `best` `[R]`; the first of equal logits
-    /// wins.
+    /// Writes the argmax token of each row of `x` [R, H] to `best` `[R]`; ties go to the first.
     pub fn most_likely(&self, x: &[f32], norm: Option<(&[f32], f64)>, best: &mut [i64]) {
         assert_eq!(best.len(), self.rows(x), "a token for each row");
         let each = MAX_ROWS as usize;

@@ -60,8 +60,7 @@ pub struct HeadTurn<'a> {
     pub sine: &'a Tensor,
 }
 
-/// Destination of keys and values [N, kv heads, D] with a contiguous last dimension: rows of a
-/// cache.
+/// Destination of keys and values [N, kv heads, D], contiguous in D: rows of a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyRoom<'a> {
     /// Gets normed and rotated keys.

@@ -501,8 +501,7 @@ void check_head(const Level& level, DflashProducts products, bool is_short) {
         const Floats x = random_floats(rows * depth, 1.0f), norm = random_floats(depth, 0.2f, 1.0f);
         Floats first;
         std::vector<int64_t> first_best;
-        // With three threads, all continue, or the team is dissolved at the first or second
-        // meeting.
+        // Three threads: all continue, or the team is dissolved at the first or second meeting.
         for (uint32_t way = 0; way < 4; ++way) {
           const int64_t threads = way == 0 ? 1 : 3;
           Floats logits(rows * outputs);

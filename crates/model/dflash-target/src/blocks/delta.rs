@@ -50,8 +50,7 @@ impl DeltaHeads {
         [keys, keys, self.values * self.value_dim]
     }
 
-    /// The sizes that tensor parallelism divides: key heads, each with the value heads that read
-    /// it.
+    /// Sizes divided by tensor parallelism: key heads, each with the value heads that read it.
     pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         vec![
             Divisible::new("linear_num_key_heads", self.keys),

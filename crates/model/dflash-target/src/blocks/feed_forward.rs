@@ -1,5 +1,4 @@
-//! Feed-forward part of a layer: a gated MLP, or a mixture of experts with an optional shared
-//! expert.
+//! Feed-forward part of a layer: a gated MLP, or experts with an optional shared expert.
 
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;

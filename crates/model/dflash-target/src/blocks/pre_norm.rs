@@ -1,5 +1,4 @@
-//! The layer of most families: norm, attention, norm, feed-forward, each half added to the residual
-//! stream.
+//! The usual layer: norm, attention, norm, feed-forward, each half added to the residual.
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
@@ -57,8 +56,7 @@ pub(crate) enum NormsOfHeads {
 }
 
 impl PreNormFamily {
-    /// Identical layers with full attention, without biases and head norms; families override what
-    /// differs.
+    /// Identical layers, full attention, no biases or head norms; families override this.
     pub(crate) fn new(
         layers: usize,
         heads: Heads,

@@ -23,8 +23,7 @@ pub struct SequencePart<'a> {
 }
 
 impl KvCache {
-    /// Total size in bytes: keys and values including spare capacity and padding, states, and
-    /// rotary tables.
+    /// Size in bytes: keys and values with spare capacity and padding, states, rotary tables.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
         let bytes = |held: &Held| match held {
@@ -163,8 +162,7 @@ fn group_length(parts: &[SequencePart<'_>]) -> usize {
     fit.count().max(1)
 }
 
-/// Rotary tables of all new tokens, from the cache with the most positions, and their positions
-/// `[T]`.
+/// Rotary tables of all new tokens, from the longest cache, and their positions `[T]`.
 fn tables(parts: &[SequencePart<'_>], device: Device) -> (Vec<HeadTables>, Tensor) {
     let positions =
         parts.iter().flat_map(|part| part.cache.len..part.cache.len + part.tokens as i64);

@@ -48,8 +48,7 @@ pub(crate) struct HeadFacts {
     pub(crate) no_last_state: Option<&'static str>,
 }
 
-/// Several streams run through DeepSeek V4's layers, and its final norm reads a learned mixture of
-/// them.
+/// DeepSeek V4's layers carry several streams; its final norm reads a learned mixture.
 const STREAMS: &str = "its layers carry several streams whose mean is what servers deliver, and its \
                        final norm reads another mixture of them";
 
@@ -85,8 +84,7 @@ impl HeadFacts {
         Self { norm, embedding, softcap, tied: true, ..Self::rms(1e-6) }
     }
 
-    /// The head of the family that config.json names. `architectures` takes precedence over the
-    /// model type.
+    /// The head of the family in config.json, by `architectures` first, then the model type.
     pub(super) fn find(config: &Fields, text: &Fields) -> Result<Option<Self>> {
         for fields in [config, text] {
             let names = fields.texts("architectures")?.unwrap_or_default();

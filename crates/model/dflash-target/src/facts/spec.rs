@@ -1,5 +1,4 @@
-//! Target spec: a short file that describes a target of an unknown family, or overrides known
-//! values.
+//! Target spec: a file that describes a target of an unknown family or overrides known values.
 
 use std::path::Path;
 

@@ -1,5 +1,4 @@
-//! Llama 2 and 3, Mistral, Qwen2, Qwen3: norm, attention, norm, SwiGLU, each half added to the
-//! residual stream.
+//! Llama 2 and 3, Mistral, Qwen2, Qwen3: norm, attention, norm, SwiGLU, with residuals.
 //!
 //! Differences (biases, head norms, windows, RoPE scaling) are choices in [`DenseConfig`]; the
 //! layer reads those and never the family's name. Shapes: `t` tokens, `h` hidden, `n` query heads,
@@ -112,8 +111,7 @@ pub struct DenseConfig {
     pub mlp_bias: bool,
     /// Whether queries and keys are normalised per head before the rotation.
     pub qk_norm: bool,
-    /// Per layer, the sliding window in tokens (including the token itself), or `None` for full
-    /// attention.
+    /// Sliding window per layer in tokens (including the token itself); `None` for full attention.
     pub windows: Vec<Option<i64>>,
 }
 

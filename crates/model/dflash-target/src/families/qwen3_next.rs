@@ -83,8 +83,7 @@ const ATTENTION_INTERVAL: i64 = 4;
 const PARTIAL_ROTARY: f64 = 0.25;
 
 impl HybridConfig {
-    /// Reads config.json, given which layers are `sparse` and whether experts' shares are
-    /// normalised.
+    /// Reads config.json, given the `sparse` layers and whether experts' shares are normalised.
     pub(super) fn read_with(
         text: &Fields,
         (sparse, normalised): (Vec<bool>, bool),

@@ -14,8 +14,7 @@ pub(crate) struct Divisible {
     /// Its config.json key, or a description.
     pub(crate) key: &'static str,
     pub(crate) size: i64,
-    /// Whether a multiple of `size` ranks is also possible, with several ranks having the same
-    /// unit.
+    /// Whether a multiple of `size` ranks also works, with several ranks sharing a unit.
     pub(crate) is_repeated: bool,
 }
 
@@ -189,8 +188,7 @@ mod tests {
         assert_eq!(of(1, 1), [4.0 * layer + embedding]);
         assert_eq!(of(2, 1), [2.0 * layer + embedding, 2.0 * layer]);
         assert_eq!(of(4, 2), [layer / 2.0 + embedding, layer / 2.0, layer / 2.0, layer / 2.0]);
-        // A quarter of everything except keys and values, of which each rank has one of two heads
-        // of size 16.
+        // A quarter of everything but keys and values: each rank has one of two heads of size 16.
         let quarter = (layer - 4.0 * 64.0 * 16.0) / 4.0 + 2.0 * 64.0 * 16.0;
         assert_eq!(of(1, 4), [4.0 * quarter + embedding]);
     }

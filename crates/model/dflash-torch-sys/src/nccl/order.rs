@@ -1,5 +1,4 @@
-//! Orders collectives and computation: by streams on a GPU; trivially where a call is complete when
-//! it returns.
+//! Orders collectives and computation: by streams on a GPU, trivially for blocking calls.
 
 use std::sync::Arc;
 
@@ -46,8 +45,7 @@ impl Order {
         }
     }
 
-    /// The collectives' stream, after it has been made to wait for the computation submitted so
-    /// far.
+    /// The collectives' stream, made to wait for the computation submitted so far.
     pub(super) fn after_computation(&self, operation: &'static str) -> Result<Stream, Error> {
         match self {
             Self::Gpu { compute, stream, .. } => {

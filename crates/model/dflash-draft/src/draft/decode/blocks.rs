@@ -21,8 +21,7 @@ pub struct ContextPart<'a> {
 }
 
 impl ContextCache {
-    /// Total size in bytes: keys and values including spare capacity and padding, and rotary
-    /// tables.
+    /// Size in bytes: keys and values with spare capacity and padding, and rotary tables.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
         let rows = match &self.packed_cache {
@@ -195,9 +194,7 @@ fn group_length(parts: &[ContextPart<'_>]) -> usize {
 impl PackedDecoder {
     /// Appends the features [R, K, H] of accepted tokens to contexts, concatenated in order.
     ///
-    /// # Panics
-    /// If a cache is full or not packed, or there are more than [`Self::MAX_ROWS`] rows: bugs of
-    /// the caller.
+    /// # Panics If a cache is full or not packed, or there are more than [`Self::MAX_ROWS`] rows.
     pub fn extend(&self, parts: &mut [ContextPart<'_>], features: &[f32]) {
         for ContextPart { cache, rows } in &*parts {
             let room = cache.capacity - cache.length;

@@ -1,5 +1,4 @@
-//! DFlash's head: the target's frozen LM head, without parameters. All rows of a block are proposed
-//! at once.
+//! DFlash's head: the target's frozen LM head. All rows of a block are proposed at once.
 
 use dflash_settings::{DraftSettings, ExportFormat, SpeculatorType};
 use dflash_tensor::Result;

@@ -148,8 +148,7 @@ impl Experts {
         self.gate_up_ehi.view([-1, spec.hidden, 2, spec.inner])
     }
 
-    /// Reads the released format of gpt-oss, one expert at a time, to limit memory beyond the
-    /// model.
+    /// Reads gpt-oss's released format, one expert at a time to limit extra memory.
     fn read_mxfp4(&self, weights: &Weights, spec: &ExpertsSpec) -> Result<()> {
         let by_turns = self.by_turns(spec);
         for (place, expert) in (0..).zip(self.own()) {
