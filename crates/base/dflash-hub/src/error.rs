@@ -1,4 +1,4 @@
-//! What can go wrong between a name and its files.
+//! Errors of fetching and publishing.
 
 use std::path::PathBuf;
 

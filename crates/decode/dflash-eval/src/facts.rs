@@ -128,7 +128,6 @@ impl Measured {
         })
     }
 
-    /// Rows with an answer.
     fn rows(&self) -> usize {
         let rows: std::collections::BTreeSet<usize> =
             self.answers.iter().map(|answer| answer.row).collect();

@@ -103,7 +103,6 @@ fn html_table(table: &Table) -> String {
     format!("<h2>{title}</h2>\n<table>\n{}{rows}</table>\n", row(&table.columns, "th"))
 }
 
-/// The plots of one mode.
 fn charts(report: &EvalReport, mode: EvalMode) -> String {
     let drafted: Vec<&Measured> =
         report.results.iter().filter(|one| one.mode == mode && !one.is_plain()).collect();

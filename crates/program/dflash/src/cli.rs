@@ -26,7 +26,7 @@ use crate::signals::OnSignal;
                   `dflash COMMAND --help` explains each flag."
 )]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
     /// Flags of every command.
@@ -213,8 +213,8 @@ fn only_for_training(all: &clap::Command) -> Vec<Arg> {
     others.map(|arg| arg.clone().required(false).hide(true)).collect()
 }
 
-/// Of a flag that is given twice the last counts, but for those that collect their values. What
-/// follows a flag and looks like a negative number is its value, to be refused with the flag's range.
+/// If a flag is repeated the last one counts, unless it collects its values. Accepts what looks
+/// like a negative number as a flag's value, so that the error can name the valid range.
 fn as_typed(command: clap::Command) -> clap::Command {
     command.args_override_self(true).allow_negative_numbers(true).mut_subcommands(as_typed)
 }
@@ -234,11 +234,11 @@ fn run_file_arguments(table: &str) -> [Arg; 3] {
             .action(ArgAction::SetTrue)
             .help("Print all settings as a run file and exit"),
     ];
-    // Else they would stand under the heading of the last setting.
+    // Otherwise they would appear under the last setting's heading.
     arguments.map(|arg| arg.help_heading(None::<&str>))
 }
 
-/// The server's target may be given without its flag, in place of a run file, and flags of vLLM may
+/// The server's target may be given without its flag, in place of a run file, and vLLM's flags may
 /// follow.
 fn server_arguments() -> [Arg; 1] {
     [Arg::new(VLLM_FLAGS)

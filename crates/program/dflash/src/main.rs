@@ -12,7 +12,7 @@ use dflash::{Command, Ending, OnSignal, Signals, engine, exit, logging};
 use dflash_io::say;
 
 fn main() {
-    // Nothing here asks for memory by the gigabyte: that is the engine's work.
+    // The front program makes no huge allocations; the engine does.
     exit::install_panic_hook(|_| None);
     let line = command_line::read();
     match &line.cli.command {
@@ -39,7 +39,7 @@ fn main() {
             }
             exit::fault(engine::exec(&line))
         }
-        // Nothing is installed yet that the engine would have to undo.
+        // No signal handler is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }
 }

@@ -14,7 +14,6 @@ use dflash_settings::PushSettings;
 use crate::drafter::{Drafter, VOCABULARY};
 use crate::origin::{Data, Origin};
 
-/// The data of a card.
 pub(crate) struct Card<'a> {
     pub(crate) settings: &'a PushSettings,
     pub(crate) drafter: &'a Drafter,

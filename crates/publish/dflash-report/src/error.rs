@@ -1,4 +1,4 @@
-//! What can go wrong with a report.
+//! Errors of a report.
 
 use std::path::PathBuf;
 

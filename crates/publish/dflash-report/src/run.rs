@@ -6,7 +6,6 @@ use dflash_run::{Checkpoint, Lines, MetricLine, Provenance, RunDir, ValidationLi
 
 use crate::Error;
 
-/// All files of a run.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) dir: PathBuf,

@@ -1,4 +1,4 @@
-//! The page of runs as they are found: finished, in progress, resumed, with half a last line.
+//! Report pages of runs in every state: finished, in progress, resumed, with a truncated last line.
 
 use std::path::Path;
 
@@ -51,7 +51,7 @@ fn a_run_shows_its_curves_settings_and_checkpoints() {
         ("step-000700/model.safetensors", "not complete without a config.json"),
     ])
     .unwrap();
-    // All charts but TFLOP/s and MFU, which these lines lack.
+    // All charts except TFLOP/s and MFU, which these lines lack.
     assert_eq!(figures(&page), 10);
     assert_eq!(page.matches("<svg").count(), figures(&page));
     for text in [
@@ -90,7 +90,7 @@ fn later_lines_win_and_broken_ones_are_counted() {
     assert!(page.contains("metrics.jsonl: 1 line(s) replaced by later ones"), "{page}");
     assert!(page.contains("run.json is missing or broken"), "{page}");
     assert!(page.contains("<td>step</td><td class=\"n\">20</td>"), "{page}");
-    // 3.5 and 4 are left: an axis from 3.475 does not reach 5.
+    // 3.5 and 4 remain: an axis from 3.475 does not reach 5.
     assert!(page.contains("\n3.5\n") && !page.contains("\n5\n"), "{page}");
 }
 

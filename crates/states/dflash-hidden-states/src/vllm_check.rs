@@ -122,7 +122,6 @@ pub(crate) fn reported(reply: &[u8], tokens: usize) -> Vec<LogProbability> {
     all
 }
 
-/// The check of one sample.
 #[derive(Debug)]
 pub(crate) struct Check {
     url: String,

@@ -12,7 +12,7 @@ use crate::Difference;
 /// everything.
 const SHOWN_DIFFERENCES: usize = 8;
 
-/// An error names the rank and the operation, the variable, the flag, or the process that died.
+/// An error names the rank and operation, the variable, the flag, or the process that died.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Error {

@@ -1,4 +1,4 @@
-//! How workers meet: a store at a known address, a roll call, then gloo's connections.
+//! Rendezvous of workers: a store at a known address, a roll call, then gloo's connections.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn the_store_listens_where_its_host_says() {
-        // The loopback's second address tells one address from all.
+        // The loopback interface's second address distinguishes one address from all.
         let elsewhere = |host| {
             let store = serve(host, 0, SHORT).unwrap();
             TcpStream::connect(("127.0.0.2", store.port())).is_ok()

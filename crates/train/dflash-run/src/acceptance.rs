@@ -44,7 +44,7 @@ pub struct SlotCounts {
 }
 
 impl Acceptance {
-    /// Counts for blocks of so many proposals.
+    /// Counts for blocks of `proposals` proposals.
     pub fn new(proposals: usize) -> Self {
         Self { reached: vec![0; proposals + 1], ..Self::default() }
     }

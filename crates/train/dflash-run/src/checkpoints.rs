@@ -73,7 +73,7 @@ impl Checkpoint {
     /// The float32 state.
     pub const TENSORS: &str = "trainer/state.safetensors";
 
-    /// The checkpoint of `step` in a run's directory, whether it exists or not.
+    /// The checkpoint of `step` in a run's directory, whether or not it exists.
     pub fn at(run: &Path, step: u64) -> Self {
         Self { step, dir: run.join(format!("{PREFIX}{step:06}")) }
     }
@@ -128,7 +128,7 @@ pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
     if let (None, Some(last)) = (&latest, complete.last()) {
         return Err(Error::OnlyDiverged { path: run.into(), step: last.step });
     }
-    // Another run may be writing: only a checkpoint that lacks a file now is damaged.
+    // Another run may be writing: report a checkpoint as damaged only if it still lacks a file now.
     let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
     match torn {
         Some(torn) if latest.as_ref().is_none_or(|latest| latest.step < torn.step) => {

@@ -1,4 +1,4 @@
-//! Results of `dflash eval`, kept beside the draft: `evaluations.json` in a checkpoint of a run.
+//! Results of `dflash eval`, stored with the draft: `evaluations.json` in a checkpoint of a run.
 //! Each report identifies its weights by a digest, so that results are never shown for another
 //! draft.
 
@@ -49,7 +49,7 @@ pub struct Evaluation {
     pub lossless: Option<Identical>,
 }
 
-/// The mode in which answers were made.
+/// How answers were generated.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EvalMode {
     /// 0 for greedy decoding.

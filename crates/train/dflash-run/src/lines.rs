@@ -50,7 +50,7 @@ pub struct TeacherForced {
     pub accuracy_by_slot: Vec<Option<f64>>,
     #[serde(alias = "expected_accepted", alias = "eval_expected_length")]
     pub expected_acceptance_length: Option<f64>,
-    /// The figures of the draft's head, by their names.
+    /// Metrics of the draft's head, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub head: BTreeMap<String, Option<f64>>,
 }
@@ -78,7 +78,7 @@ pub struct MetricLine {
     pub mfu: Option<f64>,
     pub data_wait_s: Option<f64>,
     pub data_wait_share: Option<f64>,
-    /// Only with a target in the trainer's process.
+    /// Only if the target runs in the trainer's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_s: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -96,7 +96,7 @@ pub struct MetricLine {
     pub skipped_samples: u64,
     #[serde(default)]
     pub bad_steps: u64,
-    /// With it the checkpoints serve averaged weights, while the metrics are those of the trained
+    /// If set, checkpoints serve averaged weights, while the metrics are those of the trained
     /// weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ema_decay: Option<f64>,
@@ -183,7 +183,7 @@ impl Line for MetricLine {
 impl Line for ValidationLine {
     const FILE: &'static str = "validation.jsonl";
     const GROUP: &'static str = "validation";
-    /// A line is minutes of work, which a resumed run does not repeat.
+    /// A line represents minutes of work that a resumed run does not repeat.
     const DURABLE: bool = true;
 
     fn step(&self) -> u64 {

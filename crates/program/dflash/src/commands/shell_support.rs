@@ -1,5 +1,5 @@
-//! `dflash completions` and `dflash man`: what shells and `man` know of the command line, from its
-//! one definition.
+//! `dflash completions` and `dflash man`: shell completions and man pages, generated from the
+//! command line's definition.
 
 use std::fs;
 use std::io;
@@ -29,7 +29,7 @@ pub(crate) fn completions(settings: &CompletionsSettings) -> anyhow::Result<()> 
     shell.try_generate(&definition, &mut io::stdout()).context("cannot write to standard output")
 }
 
-/// Writes the pages; their paths go to standard output.
+/// Writes the pages and prints their paths.
 pub(crate) fn man(settings: &ManSettings) -> anyhow::Result<()> {
     let dir = &settings.dir;
     fs::create_dir_all(dir)
@@ -39,7 +39,7 @@ pub(crate) fn man(settings: &ManSettings) -> anyhow::Result<()> {
     write_page(dir, "dflash", &definition)
 }
 
-/// The page of a command, and those of the commands below it.
+/// Writes the page of a command and of its subcommands.
 fn write_page(dir: &Path, name: &str, command: &clap::Command) -> anyhow::Result<()> {
     let text = page(name, command)?;
     let path = dir.join(format!("{name}.1"));

@@ -1,4 +1,4 @@
-//! The store where the workers meet, which the launcher of node 0 holds.
+//! The store through which the workers meet, held by the launcher of node 0.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};

@@ -77,7 +77,7 @@ impl Nodes {
         self.set(&self.own_key("ready"), "");
         let start = Instant::now();
         loop {
-            // Without an answer node 0, which holds the store, is gone.
+            // No answer means that node 0, which holds the store, is gone.
             let missing = self.missing("ready").unwrap_or_else(|| vec![0]);
             if missing.is_empty() {
                 return Ok(true);
@@ -93,7 +93,7 @@ impl Nodes {
         }
     }
 
-    /// What ended the attempt on another node; checked only now and then.
+    /// The failure that ended the attempt on another node; checked every [`LOOK`].
     pub(super) fn news(&mut self) -> Option<Failure> {
         if self.store.is_none() || self.looked.elapsed() < LOOK {
             return None;
