@@ -1,5 +1,4 @@
-//! The book and other pages: links resolve, every page is listed, and the program accepts every
-//! command shown.
+//! The book and other pages: links resolve, every page is listed, and shown commands are valid.
 
 use std::collections::BTreeSet;
 use std::fs;

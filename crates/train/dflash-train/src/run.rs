@@ -220,8 +220,7 @@ impl Prepared<'_> {
         Err(Error::RanksDisagree { rank, path, found, expected })
     }
 
-    /// A warning if ranks do not see what rank 0 writes, which otherwise shows only when the run is
-    /// resumed.
+    /// A warning if ranks do not see what rank 0 writes, which otherwise shows only on resuming.
     fn directory_note(
         &self,
         communicator: &dyn Communicator,
@@ -378,8 +377,7 @@ fn described(checkpoint: &Checkpoint) -> String {
     format!("step {}{checksum}", checkpoint.step)
 }
 
-/// Whether rank 0's `mark` becomes visible in `run`, allowing for the delay of network file
-/// systems.
+/// Whether rank 0's `mark` becomes visible in `run`; network file systems take a moment.
 fn sees_in_time(run: &RunDir, mark: &[u8]) -> bool {
     let begun = Instant::now();
     while !run.is_claimed_as(mark) {
