@@ -273,7 +273,7 @@ impl<'a> Worker<'a, '_> {
         }
     }
 
-    /// Logs and saves what is due after a step in `epoch`; ends a diverged or slotless run.
+    /// Logs and saves what is due after a step in `epoch`; ends a diverged run or one without slots.
     fn keep(&mut self, epoch: u64, vote: Vote, meter: &mut Meter) -> Result<(), Error> {
         let settings = &self.prepared.config.settings;
         let step = self.position.step;
