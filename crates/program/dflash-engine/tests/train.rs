@@ -243,7 +243,7 @@ fn mistakes_are_named() {
     check(&["--adam-betas", "0.9"], "it must be two numbers B1,B2");
     check(&["--adam-beta2", "NaN"], "--adam-betas is 0.9,NaN, but");
     check(&["--adam-epsilon", "0"], "--adam-epsilon is 0, but");
-    check(&["--log-to", "none,mlflow"], "--log-to names trackers beside none");
+    check(&["--log-to", "none,mlflow"], "--log-to names both trackers and none");
     check(&["--run-name", ""], "--run-name is \"\", but");
     check(&["--weight-decay=-1"], "--weight-decay is -1");
     check(&["--norm-weight-decay", "NaN"], "--norm-weight-decay is NaN");

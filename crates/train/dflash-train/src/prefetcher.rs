@@ -211,7 +211,7 @@ impl Work {
 
 /// Runs `work`, turning an out-of-memory panic into an error.
 fn contained<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    let operation = "make a row ready";
+    let operation = "assemble a row";
     catch_oom(work)
         .unwrap_or_else(|message| Err(dflash_torch_sys::Error::Torch { operation, message }.into()))
 }

@@ -91,7 +91,7 @@ impl Prepared<'_> {
             return Ok(Box::new(self.streamed_rows()));
         }
         let asking = Asking { config: self.config, rank: communicator.rank() };
-        let doing = || "while loading the target beside the draft".to_owned();
+        let doing = || "while loading the target".to_owned();
         let load = || ColocatedRows::load(self, place, (asking, local_rank));
         Ok(Box::new(asking.contain(doing, load)?))
     }
@@ -402,5 +402,7 @@ fn aside_note((steps, aside): (Vec<u64>, PathBuf)) -> String {
     let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
     let noun = if steps.len() == 1 { "the checkpoint of step" } else { "the checkpoints of steps" };
     let (steps, aside) = (steps.join(", "), aside.display());
-    format!("{noun} {steps} and the lines are now in {aside}; remove it when nobody needs it")
+    format!(
+        "{noun} {steps} and the lines are now in {aside}; remove it when it is no longer needed"
+    )
 }
