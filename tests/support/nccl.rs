@@ -1,5 +1,4 @@
-//! NCCL between processes without GPUs: `nccl/libnccl.c`, which documents itself and how to make it
-//! fail.
+//! NCCL between processes without GPUs: `nccl/libnccl.c`, which says how to make it fail.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -1,5 +1,4 @@
-//! The rules that ARCHITECTURE.md states about crates, checked against cargo's metadata and the
-//! sources.
+//! ARCHITECTURE.md's rules about crates, checked against cargo's metadata and the sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,8 +10,7 @@ use serde_json::Value;
 /// The dependencies of each package, without those of tests and build scripts.
 pub(crate) struct Graph(BTreeMap<String, BTreeSet<String>>);
 
-/// Output of `cargo metadata`, for this platform only: dependencies of others may never have been
-/// fetched.
+/// Output of `cargo metadata` for this platform: dependencies of others may not be fetched.
 pub(crate) fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--offline", "--filter-platform", &host()])
@@ -33,8 +31,7 @@ impl Graph {
         let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
         let mut graph: BTreeMap<_, _> =
             nodes.iter().map(|node| (name_of(&node["id"]), ordinary(node))).collect();
-        // Cargo merges the features that all packages enable; another test checks who enables this
-        // one.
+        // Cargo merges the features that packages enable; another test checks who enables this one.
         if let Some(settings) = graph.get_mut("dflash-settings") {
             settings.remove("clap");
         }

@@ -1,5 +1,4 @@
-//! `dflash demo`: the whole pipeline in one command, finished stages are kept, and a signal ends
-//! it.
+//! `dflash demo`: the whole pipeline in one command, kept stages, and stopping by a signal.
 
 use std::fs;
 use std::process::{Command, Stdio};

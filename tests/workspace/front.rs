@@ -187,8 +187,7 @@ fn a_missing_engine_is_named() {
     assert!(finished.fault().contains("dflash-engine is missing"), "{finished:?}");
 }
 
-/// Runs a copy of the front program (with an empty engine next to it) where no libtorch can be
-/// found.
+/// Runs a copy of the front program (next to an empty engine) where libtorch is missing.
 fn bare(args: &[&str]) -> Finished {
     let dir = tempfile::tempdir().unwrap();
     fs::copy(path(), dir.path().join("dflash")).unwrap();

@@ -1,5 +1,4 @@
-//! `--cpu-level`: every command computes at each level that the processor supports, reports it, and
-//! refuses others.
+//! `--cpu-level`: every command runs at each supported level, reports it, and refuses others.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -69,8 +69,7 @@ fn check_results(dir: &str, finished: &Finished, hub: &HubServer) {
     check_published(&work, &eval, finished, hub);
 }
 
-/// Answers of the target in the terminal, from the server, and with the drafter downloaded from the
-/// Hub.
+/// Answers of the target in the terminal, from the server, and with the downloaded drafter.
 fn check_answers(work: &str, finished: &Finished) {
     let answer = json(&format!("{work}/answer.json"));
     let said = answer["choices"][0]["message"]["content"].as_str().unwrap();

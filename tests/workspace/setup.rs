@@ -91,8 +91,7 @@ fn a_cache_without_cuda_does_not_pass_where_cuda_is_wanted() {
     assert!(has_gpu || said.contains("2.7 GB to fetch, 5 GB on disk"), "{said}");
     assert!(has_gpu || said.contains("has no CUDA libraries"), "{said}");
     assert!(tree.links_to_cuda());
-    // The other way round one installation serves both: nothing is fetched again, with or without
-    // the link.
+    // The other way round one installation serves both, with or without the link.
     assert_eq!(tree.set_up("0").1, calls);
     fs::remove_file(tree.path(".deps/libtorch")).unwrap();
     assert_eq!(tree.set_up("0").1, calls);

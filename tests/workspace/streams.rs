@@ -1,5 +1,4 @@
-//! Lost readers: a closed pipe or full disk on stderr ends no work; a result that cannot be written
-//! is an error.
+//! Lost readers: a closed or full stderr ends no work; an unwritable result is an error.
 
 use std::fs::{self, File};
 use std::process::{Command, Stdio};

@@ -231,7 +231,7 @@ impl TrainSettings {
 
     fn check_trackers(&self) -> Result<(), Invalid> {
         if self.log_to.contains(&Tracker::None) && self.log_to.len() > 1 {
-            return Err(at_odds("log_to", "names trackers beside none; name one or the other"));
+            return Err(at_odds("log_to", "names both trackers and none; name one or the other"));
         }
         match &self.run_name {
             Some(name) if name.trim().is_empty() || name.contains(char::is_control) => {

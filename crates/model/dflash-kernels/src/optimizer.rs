@@ -79,7 +79,7 @@ impl AdamWBuffer {
             Some(part) => Err(Error::Torch {
                 operation: OPERATION,
                 message: format!(
-                    "{} beside parameters that are {}",
+                    "{} together with parameters that are {}",
                     about(part),
                     about(parameters)
                 ),

@@ -107,8 +107,8 @@ impl Norm<'_> {
         HeadOrder::ByKeyHead.seen(&y_nhd.unflatten(1, [kv_heads, -1]))
     }
 
-    /// Gradient of [`Self::of_heads`] for `dy` [kv heads, N, group, D], written over `x` [N, heads
-    /// * D]. The weight's gradient is added to `dweight`.
+    /// Overwrites `x` [N, heads * D] with its gradient under [`Self::of_heads`], given `dy` of
+    /// shape [kv heads, N, group, D]. Adds the weight's gradient to `dweight`.
     pub fn of_heads_backward(
         &self,
         dy: &Tensor,

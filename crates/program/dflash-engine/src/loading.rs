@@ -11,8 +11,8 @@ const LONG: Duration = Duration::from_secs(5);
 
 static SHOWN: Mutex<Option<Progress>> = Mutex::new(None);
 
-/// Shows a load: a bar on a terminal, occasional lines elsewhere, and the throughput at the end of
-/// a long one.
+/// Shows a load: a bar on a terminal, otherwise occasional lines; a long one's throughput at its
+/// end.
 pub(crate) fn show(loading: Loading<'_>) {
     let Loading { dir, total, done, read, elapsed, over } = loading;
     let mut shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);

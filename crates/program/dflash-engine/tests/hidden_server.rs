@@ -1,5 +1,4 @@
-//! `dflash hidden-server` as users run it: what it refuses before loading, and running out of
-//! memory.
+//! `dflash hidden-server` as users run it: what it refuses early, and running out of memory.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

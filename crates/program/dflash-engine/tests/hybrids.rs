@@ -172,8 +172,8 @@ fn drafted_answers_are_the_targets_own() {
                     let greedy = place.run(generate, &[&drafted[..], &[prompt]].concat());
                     assert_eq!(greedy, plain, "{name}, {draft}, {speculate}");
                     let drawn = place.run(generate, &[&drafted[..], &sampled[..]].concat());
-                    // With a fixed number of proposals a draft gives a text of its own, the same
-                    // each time.
+                    // With a fixed number of proposals a draft's text differs, but is always the
+                    // same.
                     let expect = match (draft, speculate) {
                         ("draft", "2") => {
                             place.run(generate, &[&drafted[..], &sampled[..]].concat())

@@ -209,8 +209,7 @@ fn parallel_targets_give_the_states_of_the_vectors() {
     assert!(tried.iter().any(|name| name == "Qwen3ForCausalLM"), "{tried:?}");
 }
 
-/// One or two key heads for four ranks, sinks, norms over all heads, delta layers in both stored
-/// forms.
+/// One or two key heads for four ranks, sinks, norms over all heads, both stored delta layouts.
 #[test]
 fn four_ranks_give_the_states_of_the_vectors() {
     let names = ["gpt_oss", "phi3", "qwen3_yarn"];
@@ -223,8 +222,7 @@ fn four_ranks_give_the_states_of_the_vectors() {
     }
 }
 
-/// Asserts that the processes of `grid` give all states of a target's vectors, and those of one
-/// process.
+/// Asserts that `grid` gives all states of a target's vectors, and those of one process.
 fn assert_vectors(entry: &Entry, grid: Grid) {
     let config = TargetConfig::load(&entry.path).unwrap();
     let golden = TensorFile::open(&entry.path.join("golden.safetensors")).unwrap();

@@ -252,8 +252,7 @@ fn a_gpu_is_budgeted_part_by_part_without_one() {
     }
 }
 
-/// Requirements beyond the trainers, computed by hand: the target's servers, the stream, the
-/// all-reduce.
+/// Requirements beyond the trainers, by hand: the target's servers, the stream, the all-reduce.
 #[test]
 fn a_gpus_plan_tells_all_that_the_run_takes() {
     let dir = target();

@@ -63,8 +63,8 @@ impl Place {
         lines(&self.path("out.jsonl"))
     }
 
-    /// Asserts that the run exits with code 1, says `expect` and how to continue, and leaves the
-    /// output alone.
+    /// Asserts exit code 1, the message `expect`, advice on how to continue, and an unchanged
+    /// output.
     fn refuses(&self, more: &str, expect: &str) {
         let before = std::fs::read(self.path("out.jsonl")).unwrap();
         let (code, errors) = self.run(more);

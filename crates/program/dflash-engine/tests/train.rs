@@ -168,12 +168,10 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let report = world.eval(&dir);
     assert_eq!(report["draft_vocabulary"], 24);
     assert_eq!(report["lossless"]["holds"], true);
-    // The checkpoint reproduces what training measured at its end, with the same reduced
-    // vocabulary.
+    // The checkpoint reproduces training's last measurement with the same reduced vocabulary.
     let lines = world.lines("pruned", "validation.jsonl");
     assert_eq!(lines.last().unwrap()["acceptance_length"], report["acceptance_length"]);
-    // A run that starts from it, or resumes, keeps the selection, although the data would select
-    // others.
+    // Starting from it or resuming keeps the selection, although the data would select others.
     let load = |dir: &str| {
         dflash_draft::objective::DraftVocabulary::load(std::path::Path::new(dir)).unwrap()
     };
@@ -245,7 +243,7 @@ fn mistakes_are_named() {
     check(&["--adam-betas", "0.9"], "it must be two numbers B1,B2");
     check(&["--adam-beta2", "NaN"], "--adam-betas is 0.9,NaN, but");
     check(&["--adam-epsilon", "0"], "--adam-epsilon is 0, but");
-    check(&["--log-to", "none,mlflow"], "--log-to names trackers beside none");
+    check(&["--log-to", "none,mlflow"], "--log-to names both trackers and none");
     check(&["--run-name", ""], "--run-name is \"\", but");
     check(&["--weight-decay=-1"], "--weight-decay is -1");
     check(&["--norm-weight-decay", "NaN"], "--norm-weight-decay is NaN");

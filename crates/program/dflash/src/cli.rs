@@ -238,8 +238,7 @@ fn run_file_arguments(table: &str) -> [Arg; 3] {
     arguments.map(|arg| arg.help_heading(None::<&str>))
 }
 
-/// The server's target may be given without its flag, in place of a run file, and vLLM's flags may
-/// follow.
+/// The server's target may replace a run file without a flag, and vLLM's flags may follow.
 fn server_arguments() -> [Arg; 1] {
     [Arg::new(VLLM_FLAGS)
         .value_name("VLLM_FLAGS")

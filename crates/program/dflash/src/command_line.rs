@@ -53,8 +53,7 @@ pub fn read() -> CommandLine {
     }
 }
 
-/// Parses `args`, which start with the program's name; also tells whether to only print the
-/// settings.
+/// Parses `args`, including the program's name; also tells whether to only print the settings.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
     let args = run_file::with_present_names(with_hyphens(args));
     let explained = parse_typed(&args)

@@ -29,8 +29,7 @@ const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
     &[("GLIBC_TUNABLES", MALLOC)],
 ];
 
-/// Huge pages; blocks below 1 GiB come from the heap, which is trimmed once 4 GiB at its end are
-/// free.
+/// Huge pages; blocks below 1 GiB come from the heap, trimmed once 4 GiB at its end are free.
 const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:\
                       glibc.malloc.trim_threshold=4294967296";
 

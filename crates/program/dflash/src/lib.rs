@@ -1,5 +1,4 @@
-//! The parts shared by both programs: command line, exit codes, signals, logs, the search for
-//! libtorch.
+//! Shared by both programs: command line, exit codes, signals, logs, the search for libtorch.
 //!
 //! `dflash` (the front program) runs the commands that need no libtorch; for the rest it finds
 //! libtorch and replaces itself with `dflash-engine`, which parses the same arguments again and

@@ -7,8 +7,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cli::GlobalArgs;
 
-/// Sends log lines to stderr. `DFLASH_LOG` (tracing's filter syntax) takes precedence over `-v` and
-/// `-q`.
+/// Sends log lines to stderr. `DFLASH_LOG` (tracing's filter syntax) overrides `-v` and `-q`.
 pub fn init(global: GlobalArgs) {
     let filter =
         EnvFilter::try_from_env("DFLASH_LOG").unwrap_or_else(|_| EnvFilter::new(level(global)));

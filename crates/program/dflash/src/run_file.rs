@@ -91,8 +91,7 @@ pub(crate) fn wants_dump(matches: &ArgMatches) -> bool {
         .is_some_and(|matches| matches!(matches.try_get_one::<bool>(DUMP_CONFIG), Ok(Some(true))))
 }
 
-/// The variable and value that hand `line` over to child programs; `None` if all settings were
-/// typed.
+/// The variable and value that hand `line` to child programs; `None` if all of it was typed.
 pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
     if line.places == Places::default() && line.notes.is_empty() {
         return None;
@@ -105,8 +104,7 @@ pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
     Some((HANDOVER, serde_json::to_string(&handover).expect("settings came from text")))
 }
 
-/// Only the engine accepts a handover: a front program started by a script has its own command
-/// line.
+/// Only the engine accepts a handover: a front program in a script has its own command line.
 fn handed_over() -> Option<Handover> {
     if !crate::engine::is_this_program() {
         return None;
@@ -189,8 +187,7 @@ fn relaxed() -> clap::Command {
     definition().mut_subcommands(|command| command.mut_args(|argument| argument.required(false)))
 }
 
-/// Parses `args` with clap's defaults and types, and a placeholder for every missing required
-/// argument.
+/// Parses `args` with clap's defaults and types, and placeholders for missing arguments.
 fn complete(args: &[OsString], name: &str, typed: &ArgMatches) -> Result<Cli, Refusal> {
     const MARK: &str = "?";
     let definition = definition();
@@ -268,8 +265,7 @@ impl Sources {
         self.base.iter().filter_map(setting).collect()
     }
 
-    /// The handed-over settings that differ from the defaults, since defaults may conflict with
-    /// each other.
+    /// The handed-over settings that differ from the defaults, which may conflict with each other.
     fn handed_over(&self, handover: &Handover) -> Result<Vec<Setting>, Error> {
         let setting = |(key, value): (String, Value)| {
             let place = handover.places.of(&key).map(str::to_owned);

@@ -131,8 +131,7 @@ impl Signals {
         &self.stop
     }
 
-    /// The flag that asks a training to save and continue; the training loop clears it after
-    /// saving.
+    /// The flag that asks a training to save and continue; the training clears it after saving.
     pub fn save(&self) -> &Arc<AtomicBool> {
         &self.save
     }

@@ -1,5 +1,4 @@
-//! `dflash push` as the user sees it, against a Hub on this machine that the official client
-//! accepts.
+//! `dflash push` as the user sees it, against a local Hub that the official client accepts.
 
 #[path = "push/http.rs"]
 mod http;

@@ -53,8 +53,7 @@ pub(crate) fn compare(
     Ok(Deviation { tensors: parameters.len(), elements, largest, forward })
 }
 
-/// Compares one tensor with its copy; returns the largest difference relative to the largest
-/// element.
+/// Compares a tensor with its copy; returns the largest difference over the largest element.
 ///
 /// # Errors
 /// A difference beyond the type's rounding.

@@ -212,8 +212,7 @@ impl Check {
         })
     }
 
-    /// Compares the log-probabilities of a `reply` with those that the target computes from
-    /// `states`.
+    /// Compares the log-probabilities of a `reply` with the target's, computed from `states`.
     ///
     /// # Errors
     /// [`Error::OtherHead`], [`Error::TargetLogits`].

@@ -8,8 +8,7 @@ use dflash_torch_sys::Error as TorchError;
 
 use crate::Difference;
 
-/// Maximum number of differences between ranks in a message: another program may differ in
-/// everything.
+/// Maximum differences between ranks in a message: another program may differ in everything.
 const SHOWN_DIFFERENCES: usize = 8;
 
 /// An error names the rank and operation, the variable, the flag, or the process that died.

@@ -31,8 +31,7 @@ const INTERFACE_VARIABLE: &str = "GLOO_SOCKET_IFNAME";
 pub struct ConnectOptions {
     /// Timeout for all ranks to arrive at the rendezvous.
     pub join_timeout: Duration,
-    /// Timeout of each collective: the longest time that the slowest rank may lag behind the
-    /// fastest.
+    /// Timeout of each collective: how far the slowest rank may lag behind the fastest.
     pub collective_timeout: Duration,
     /// Where this process computes.
     pub device: Device,
@@ -90,8 +89,7 @@ pub struct GroupSpec {
     pub ranks: Vec<usize>,
     /// The device of its tensors; NCCL is tried for a GPU.
     pub device: Device,
-    /// Timeout of each collective: the longest time that its slowest rank may lag behind the
-    /// fastest.
+    /// Timeout of each collective: how far its slowest rank may lag behind the fastest.
     pub timeout: Duration,
 }
 
@@ -173,8 +171,7 @@ impl Meeting<'_> {
         reach(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
-    /// Retries until someone listens. c10d would retry too, but slowly, and it writes its attempts
-    /// to the terminal.
+    /// Retries until someone listens. c10d would retry too, but slowly, and log its attempts.
     fn await_listener(&self) -> Result<(), Error> {
         let listening = || self.is_listening().then_some(());
         until((self.start, self.limit), POLL, listening).ok_or_else(|| {

@@ -53,8 +53,7 @@ impl Best {
         measured.or(expected.map(|length| ("expected acceptance length", length)))
     }
 
-    /// Whether it is better than `other`. Measured acceptance takes precedence over expected
-    /// acceptance.
+    /// Whether it is better than `other`. Measured acceptance takes precedence over expected.
     pub(crate) fn beats(&self, other: &Self) -> bool {
         match (self.acceptance_length, other.acceptance_length) {
             (Some(own), Some(others)) => own > others,
@@ -83,8 +82,7 @@ impl Checkpoint {
         self.dir.join(CONFIG).is_file()
     }
 
-    /// Whether it was saved by a run that had diverged, or was marked later; false if its state
-    /// cannot be read.
+    /// Whether it is marked as that of a diverged run; false if its state cannot be read.
     pub fn is_diverged(&self) -> bool {
         State::load(&self.dir).is_ok_and(|state| state.position.diverged)
     }

@@ -148,8 +148,7 @@ impl Checkpoint {
         if path.is_file() { Evaluation::read(&path) } else { Ok(Vec::new()) }
     }
 
-    /// Adds an evaluation, replacing one of the same prompts and settings and those of other
-    /// weights.
+    /// Adds an evaluation, replacing those of the same prompts and settings or of other weights.
     ///
     /// # Errors
     /// A file that cannot be written, or has other contents.

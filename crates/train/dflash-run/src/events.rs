@@ -42,8 +42,7 @@ struct Event {
     session_log: Option<SessionLog>,
 }
 
-/// Marks the start of a run or of a resumed one: records of this step and later in earlier files
-/// are void.
+/// Marks a start or resumption: records of this step and later in earlier files are void.
 #[derive(Clone, PartialEq, Message)]
 struct SessionLog {
     #[prost(int32, tag = "1")]

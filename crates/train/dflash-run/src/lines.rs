@@ -37,8 +37,7 @@ pub trait Line: Serialize + DeserializeOwned {
     }
 }
 
-/// Teacher-forced metrics: every block starts from the data's own context. `None` if no slot was
-/// supervised.
+/// Teacher-forced metrics: every block starts from the data's context. `None` without slots.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TeacherForced {
@@ -96,8 +95,7 @@ pub struct MetricLine {
     pub skipped_samples: u64,
     #[serde(default)]
     pub bad_steps: u64,
-    /// If set, checkpoints serve averaged weights, while the metrics are those of the trained
-    /// weights.
+    /// If set, checkpoints serve averaged weights; the metrics are those of the trained weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ema_decay: Option<f64>,
     #[serde(default)]

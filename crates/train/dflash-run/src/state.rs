@@ -60,8 +60,7 @@ pub struct Position {
     /// Such a state is only resumed if its step is requested explicitly.
     #[serde(default)]
     pub diverged: bool,
-    /// The settings that affect the result ([`crate::recorded`]); empty in runs of earlier
-    /// releases.
+    /// The settings that affect the result ([`crate::recorded`]); empty in earlier releases' runs.
     #[serde(default)]
     pub settings: BTreeMap<String, String>,
 }

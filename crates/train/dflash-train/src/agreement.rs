@@ -11,8 +11,7 @@ use crate::Error;
 use crate::config::TrainConfig;
 use crate::prepared::Prepared;
 
-/// Configuration entries that may differ between ranks: paths on the rank's machine, and how it was
-/// started.
+/// Entries that may differ between ranks: paths on the rank's machine, and how it was started.
 const OF_THE_RANK: [&str; 4] = ["target_dir", "pretrained_dir", "command", "job"];
 
 impl Prepared<'_> {

@@ -11,8 +11,7 @@ use crate::batch::{BlockMaker, Blocks};
 use crate::prefetcher::Lease;
 use crate::rows::{LoadedRow, TargetTime};
 
-/// Alignment in bytes of tensors in a buffer, the same as for tensors that libtorch allocates on a
-/// GPU.
+/// Alignment in bytes of tensors in a buffer, as in libtorch's GPU allocations.
 const ALIGNMENT: usize = 256;
 
 /// Assembles rows; the same for all rows.

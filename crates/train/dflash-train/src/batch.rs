@@ -159,8 +159,7 @@ impl BatchMaker {
         Batch { input, labels, target_distribution: None, flops, lease: None }
     }
 
-    /// The target's distribution at the rows that predict the labels, given its last hidden states,
-    /// [T, H].
+    /// The target's distribution at the rows that predict labels, from its last states [T, H].
     pub(crate) fn target_distribution(
         &self,
         draft: &Draft,

@@ -147,8 +147,7 @@ pub(crate) fn resume(
     restore(trainer, checkpoint, (current, allowed)).map_err(|error| judged(checkpoint, error))
 }
 
-/// Classifies an error when resuming from `checkpoint`: refused settings, otherwise a damaged
-/// checkpoint.
+/// An error when resuming from `checkpoint`: refused settings, otherwise a damaged checkpoint.
 fn judged(checkpoint: &Checkpoint, error: Error) -> Error {
     match error {
         refused @ (Error::ResumeMismatch { .. }

@@ -91,8 +91,7 @@ impl std::fmt::Display for Flaw {
 }
 
 impl ColocatedRows {
-    /// Loads the target for a run whose draft computes at `run`; `local` is this process's number
-    /// on its machine.
+    /// Loads the target for a draft that computes at `run`; `local` numbers processes per machine.
     pub(crate) fn load(
         prepared: &Prepared<'_>,
         run: (Device, Kind),

@@ -26,8 +26,7 @@ pub struct TrainConfig {
     pub pretrained_dir: Option<PathBuf>,
     /// How the run was started, for its records.
     pub command: Vec<String>,
-    /// The launcher's unique name of the job, if any: restarted ranks resume only what their own
-    /// job saved.
+    /// The launcher's unique job name, if any: restarted ranks resume only their own job's run.
     pub job: Option<String>,
     /// Set to end the run early.
     pub stop: Arc<AtomicBool>,
@@ -70,8 +69,7 @@ pub struct DraftShape {
     /// Head on top of the layers, with its settings.
     #[serde(skip)]
     pub head: HeadFields,
-    /// The draft that training starts from: it supplies attention heads, MLP size, rotary embedding
-    /// and layer kinds.
+    /// The starting draft, which supplies heads, MLP size, rotary embedding and layer kinds.
     #[serde(skip)]
     pub stored: Option<Box<DraftConfig>>,
 }

@@ -162,8 +162,7 @@ pub enum Error {
     /// The assembly thread died.
     #[error("a row could not be prepared, which is a bug in dflash: {reason}")]
     Assembly { reason: String },
-    /// The target's states cannot be trained on, which points to a wrong setting rather than bad
-    /// samples.
+    /// The target's states are unusable, which points to a wrong setting rather than bad samples.
     #[error(
         "{count} consecutive samples could not be used; the last one, sample {sample}: {reason}"
     )]

@@ -53,8 +53,7 @@ pub(crate) struct Beside {
     pub(crate) alike: usize,
     /// Number of the sum (from 1) at which a peer starts voting failure.
     pub(crate) fails_at: Option<u64>,
-    /// The value that every rank broadcasts; by default this rank's own, and for others their
-    /// number.
+    /// The value that all ranks broadcast; by default this rank's own, and for others their number.
     pub(crate) broadcast_value: Option<f64>,
     /// Number of the broadcast (from 1) at which rank 0's value becomes NaN.
     pub(crate) not_finite_from: Option<u64>,
@@ -211,8 +210,7 @@ impl World {
         }
     }
 
-    /// Replaces a sample's stored states by the largest representable numbers, whose norms
-    /// overflow.
+    /// Replaces a sample's stored states by the largest finite numbers, whose norms overflow.
     pub(crate) fn spoil(&self, sample: u64) {
         let input_ids = Self::input_ids(sample);
         let numbers = vec![f32::MAX; input_ids.len() * Self::HIDDEN as usize];

@@ -67,8 +67,7 @@ const GPUS: [Gpu; 23] = [
 ];
 
 impl Gpu {
-    /// Finds a GPU by the name that the driver reports or a user types: any case, or the number
-    /// alone.
+    /// Finds a GPU by the name from the driver or a user: any case, or the number alone.
     pub(crate) fn named(name: &str) -> Option<Self> {
         let name = name.trim().to_lowercase();
         if name.is_empty() {

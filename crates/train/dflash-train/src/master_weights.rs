@@ -49,7 +49,7 @@ impl Average {
 }
 
 impl MasterWeights {
-    /// Splits `fresh`, a float32 draft, into the draft to compute with, in `kind`, and the master
+    /// Splits the float32 draft `fresh` into the draft to compute with, in `kind`, and the master
     /// weights.
     pub(crate) fn new(
         fresh: Draft,
@@ -140,8 +140,8 @@ impl MasterWeights {
         self.state().into_iter().map(entry).collect()
     }
 
-    /// Passes the state of all ranks to `take` in pieces, in the order of [`Self::entries`]. All
-    /// ranks call it.
+    /// Passes all ranks' state to `take` in pieces, ordered as [`Self::entries`]. All ranks call
+    /// it.
     pub(crate) fn stream(
         &self,
         communicator: &dyn Communicator,

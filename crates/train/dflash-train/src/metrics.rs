@@ -187,8 +187,7 @@ impl Meter {
         }
     }
 
-    /// Advances the bar by a step, whose outcome may not be known yet; `left` is the remaining
-    /// work.
+    /// Advances the bar by a step of possibly unknown outcome; `left` is the remaining work.
     pub(crate) fn tick(&mut self, left: Left) {
         self.pace.steps += 1;
         self.pace.left = left;
@@ -336,8 +335,7 @@ impl Outputs {
     }
 }
 
-/// Opens the files for the trackers in the run's settings; files of an earlier start continue after
-/// `step`.
+/// Opens the trackers' files; those of an earlier start continue after `step`.
 pub(crate) fn trackers(config: &TrainConfig, step: u64) -> Result<Trackers, Error> {
     let settings = &config.settings;
     let path = std::path::absolute(&settings.save_path);

@@ -64,7 +64,7 @@ fn remedy(config: &TrainConfig) -> String {
     let colocate = if settings.hidden_states.colocate {
         let tokens = settings.hidden_states.target_batch_tokens;
         format!(
-            "; of the target beside it, lower --target-batch-tokens (now {tokens}), or run it elsewhere in \
+            "; for the target, lower --target-batch-tokens (now {tokens}), or run it elsewhere in \
              `dflash hidden-server`"
         )
     } else {
@@ -72,8 +72,8 @@ fn remedy(config: &TrainConfig) -> String {
     };
     format!(
         "lower --max-anchors (now {}), --total-seq-len (now {}), --loss-chunk-mib (now {}) or \
-         --num-layers (now {}){recompute}{colocate}; `dflash plan` with the same flags shows what takes how \
-         much",
+         --num-layers (now {}){recompute}{colocate}; `dflash plan` with the same flags shows the memory of each \
+         part",
         settings.rows.max_anchors(),
         settings.rows.total_seq_len(),
         chunk,

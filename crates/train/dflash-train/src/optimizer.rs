@@ -1,5 +1,4 @@
-//! Optimizers: AdamW for all parameters, or Muon for matrices and AdamW for the rest (norms, biases
-//! and embeddings).
+//! Optimizers: AdamW for all parameters, or Muon for matrices and AdamW for the rest.
 //!
 //! Everything works in place, in float32, on one rank's share of the flat parameter buffer, which
 //! is all of it unless the state is split over ranks. [`Groups`] say how each part of the share is
@@ -59,8 +58,8 @@ pub struct Optimizer {
     muon: Option<Muon>,
     /// Number of steps taken, counted on the host.
     steps: i64,
-    /// The same counted on the device, if that decides which steps are taken; float32 `[1]`, exact
-    /// to 16 million.
+    /// The same counted on the device, if that decides about steps; float32 `[1]`, exact to 16
+    /// million.
     device_steps: Tensor,
 }
 
@@ -142,8 +141,7 @@ impl Optimizer {
         self
     }
 
-    /// Takes one step along `gradient` with learning rate `rate`; Muon's rate is a fixed multiple
-    /// of it.
+    /// Takes a step along `gradient` at learning rate `rate`, of which Muon's is a fixed multiple.
     pub fn step(&mut self, master_weights: &mut Tensor, gradient: &Tensor, rate: f64) {
         self.steps += 1;
         let Groups { matrices, norms } = &self.groups;

@@ -14,8 +14,7 @@ use dflash_settings::Invalid;
 
 use crate::Error;
 
-/// Maximum number of epochs. Each one is planned before the first step, which takes time and
-/// memory.
+/// Maximum epochs: each is planned before the first step, which takes time and memory.
 const MAX_EPOCHS: u64 = 100_000;
 
 /// Determines the sequence.

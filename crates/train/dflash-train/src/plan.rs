@@ -164,8 +164,8 @@ pub struct Plan {
     pub notes: Vec<String>,
 }
 
-/// Features of the target that a draft of this shape omits, and why; empty if it starts from
-/// another draft.
+/// Features of the target that a draft of this shape omits, and why; none if it starts from
+/// another.
 pub fn draft_notes(target: &TargetFacts, shape: &DraftShape) -> Vec<String> {
     match shape.stored {
         Some(_) => Vec::new(),

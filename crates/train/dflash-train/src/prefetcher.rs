@@ -154,8 +154,7 @@ fn died(panic: &(dyn Any + Send)) -> Error {
 
 impl Work {
     fn run(mut self) {
-        // Get a buffer first: a row waiting for one would have left the window without being
-        // counted.
+        // Get a buffer first: a row waiting for one would have left the window uncounted.
         while let Some(buffer) = self.buffer() {
             let written = contained(|| self.write(buffer?));
             let counters = self.rows.counters();
@@ -212,14 +211,13 @@ impl Work {
 
 /// Runs `work`, turning an out-of-memory panic into an error.
 fn contained<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    let operation = "make a row ready";
+    let operation = "assemble a row";
     catch_oom(work)
         .unwrap_or_else(|message| Err(dflash_torch_sys::Error::Torch { operation, message }.into()))
 }
 
 impl Lease {
-    /// The row's bytes on the computing device, uint8; later work on the device is ordered after
-    /// the copy.
+    /// The row's bytes on the computing device, uint8; later work there follows the copy.
     pub(crate) fn tensor(&self) -> Result<Tensor, Error> {
         let staged_copy = self.staged_copy.as_ref().expect("it is there until the drop");
         Ok(staged_copy.tensor()?)

@@ -153,8 +153,7 @@ impl Prepared<'_> {
         Ok(check)
     }
 
-    /// The layers that rest on the user's confirmation: the draft uses them, and nothing verifies
-    /// them.
+    /// The layers that rest on the user's word: the draft uses them, and nothing verifies them.
     fn trusted(&self, check: &SourceCheck) -> Result<Vec<u32>, Error> {
         if check.says_layers {
             return Ok(Vec::new());

@@ -39,8 +39,7 @@ pub struct Prepared<'a> {
     pub(crate) resume: Option<Checkpoint>,
     /// The checkpoint whose weights a fresh run starts from.
     pub(crate) warm_start: Option<WarmStart>,
-    /// Messages about mismatched targets that are allowed, and about features of the target that
-    /// the draft omits.
+    /// Messages about allowed mismatches of targets, and about features that the draft omits.
     pub(crate) remarks: Vec<String>,
     /// Whether the source's last states are after the final norm, as determined by the preflight.
     pub(crate) states_are_normed: Arc<AtomicBool>,

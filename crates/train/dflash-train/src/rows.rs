@@ -54,8 +54,7 @@ pub(crate) trait RowSource {
         Ok(Vec::new())
     }
 
-    /// The parts of the target that the draft uses, if the source already holds them in the run's
-    /// type.
+    /// The parts of the target that the draft uses, if the source holds them in the run's type.
     fn head(&self) -> Option<TargetIo> {
         None
     }

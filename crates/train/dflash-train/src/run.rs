@@ -91,7 +91,7 @@ impl Prepared<'_> {
             return Ok(Box::new(self.streamed_rows()));
         }
         let asking = Asking { config: self.config, rank: communicator.rank() };
-        let doing = || "while loading the target beside the draft".to_owned();
+        let doing = || "while loading the target".to_owned();
         let load = || ColocatedRows::load(self, place, (asking, local_rank));
         Ok(Box::new(asking.contain(doing, load)?))
     }
@@ -220,8 +220,7 @@ impl Prepared<'_> {
         Err(Error::RanksDisagree { rank, path, found, expected })
     }
 
-    /// A warning if ranks do not see what rank 0 writes, which otherwise shows only when the run is
-    /// resumed.
+    /// A warning if ranks do not see what rank 0 writes, which otherwise shows only on resuming.
     fn directory_note(
         &self,
         communicator: &dyn Communicator,
@@ -378,8 +377,7 @@ fn described(checkpoint: &Checkpoint) -> String {
     format!("step {}{checksum}", checkpoint.step)
 }
 
-/// Whether rank 0's `mark` becomes visible in `run`, allowing for the delay of network file
-/// systems.
+/// Whether rank 0's `mark` becomes visible in `run`; network file systems take a moment.
 fn sees_in_time(run: &RunDir, mark: &[u8]) -> bool {
     let begun = Instant::now();
     while !run.is_claimed_as(mark) {
@@ -404,5 +402,7 @@ fn aside_note((steps, aside): (Vec<u64>, PathBuf)) -> String {
     let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
     let noun = if steps.len() == 1 { "the checkpoint of step" } else { "the checkpoints of steps" };
     let (steps, aside) = (steps.join(", "), aside.display());
-    format!("{noun} {steps} and the lines are now in {aside}; remove it when nobody needs it")
+    format!(
+        "{noun} {steps} and the lines are now in {aside}; remove it when it is no longer needed"
+    )
 }

@@ -46,8 +46,7 @@ pub(crate) fn check_dataset(
     }))
 }
 
-/// A note if the starting draft was made for another target, which is useful if both have a common
-/// origin.
+/// A note if the starting draft was made for another target, which may have a common origin.
 pub(crate) fn check_pretrained(
     dir: &Path,
     target: &TargetIdentity,

@@ -96,8 +96,8 @@ impl Split {
         !self.by_source.is_empty()
     }
 
-    /// Converts the sample numbers of planned rows from positions among the trained samples to
-    /// dataset numbers.
+    /// Converts sample numbers of planned rows from positions in the trained samples to dataset
+    /// numbers.
     pub(crate) fn number(&self, planned: &mut [PlannedRow]) {
         for sample in planned.iter_mut().flat_map(|row| &mut row.samples) {
             *sample = self.trained[*sample as usize];

@@ -177,8 +177,7 @@ impl Step<'_> {
     ) -> Result<Finished, Error> {
         let _part = trace::part("optimizer");
         let control = self.trainer.control;
-        // On the host and with a timeout, so that a hanging rank is detected before the GPU waits
-        // for it.
+        // On the host, with a timeout that detects a hanging rank before the GPU waits for it.
         let StepSums { tokens, samples, skipped, flops, stream } = &mut sums;
         let mut counts = stream.counts().map(|count| *count as f64);
         let own = [tokens, samples, skipped, flops, &mut self.slots];
@@ -298,8 +297,7 @@ fn of_rank_0(value: f64, communicator: &dyn Communicator) -> Result<f64, Error> 
     Ok(readback::value(&value))
 }
 
-/// All-reduces of a gradient, started bucket by bucket in the order of the backward pass, from last
-/// to first.
+/// All-reduces of a gradient, started bucket by bucket in backward order, last to first.
 struct GradientSums<'a> {
     communicator: &'a dyn Communicator,
     gradient: Tensor,

@@ -30,8 +30,7 @@ use crate::vote::{Halt, Vote, add_up};
 /// The epoch with which validation rows draw their anchors; training epochs count from 0.
 const FIXED_DRAW: u64 = u64::MAX;
 
-/// Measures the acceptance of a draft on one rank's share of held-out prompts; `None` if it was
-/// told to stop.
+/// Measures a draft's acceptance on one rank's share of held-out prompts; `None` if stopped.
 pub type AcceptanceProbe<'a> =
     &'a mut dyn FnMut(&LoadedDraft, Share) -> Result<Option<Acceptance>, ProbeError>;
 
@@ -103,8 +102,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         Ok(Some(Self { every, asking, rows, all_rows, show, source, probe, run, last }))
     }
 
-    /// Whether a validation is due after `step` of `total`; `saves` says whether a checkpoint is
-    /// written there.
+    /// Whether a validation is due after `step` of `total`; `saves`: a checkpoint is written there.
     pub(crate) fn is_due(&self, (step, saves): (u64, bool), total: u64) -> bool {
         let wanted = self.every.map_or(saves, |every| step.is_multiple_of(every)) || step == total;
         wanted && step > 0 && self.last != Some(step)

@@ -118,8 +118,7 @@ impl WarmStart {
         self.dir.join(Checkpoint::TENSORS)
     }
 
-    /// Copies every parameter that both drafts have in the same shape into `draft`, a float32
-    /// draft.
+    /// Copies the parameters that both drafts have in the same shape into `draft`, in float32.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
         let layout = DraftLayout::new(&self.stored);
         let read = self.reader(layout.elements())?;

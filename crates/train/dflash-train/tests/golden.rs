@@ -1,5 +1,4 @@
-//! Schedules, AdamW and Muon compared with reference vectors in every case; the optimizers on both
-//! paths.
+//! Schedules, AdamW and Muon against all reference vectors; the optimizers on both paths.
 
 use dflash_draft::{Parameter, ParameterSpec};
 use dflash_golden::{Case, rule_trials};

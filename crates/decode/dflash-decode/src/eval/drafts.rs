@@ -82,7 +82,7 @@ impl Drafts {
             let Some(dir) = &draft.dir else { continue };
             if let Err(error) = draft.keep_beside(dir, evaluations) {
                 let dir = dir.display();
-                say(format!("the report is not kept beside the checkpoint {dir}: {error}"));
+                say(format!("the report could not be stored in the checkpoint {dir}: {error}"));
             }
         }
     }
@@ -183,7 +183,7 @@ impl Loaded {
         if !kept.is_empty() {
             let (dir, figures) = (dir.display(), kept.len());
             say(format!(
-                "kept beside the checkpoint {dir}: {figures} results, which `dflash push` publishes; \
+                "stored in the checkpoint {dir}: {figures} results, which `dflash push` publishes; \
                  --no-record turns this off"
             ));
         }

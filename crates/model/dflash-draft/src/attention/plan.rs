@@ -17,8 +17,7 @@ const OWN_CALL_ROWS: usize = 128;
 /// How a sliding layer's window is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRule {
-    /// As vLLM and SGLang serve it: slot k of the block at a sees positions from a + k - (window -
-    /// 1) on.
+    /// As vLLM and SGLang serve it: slot k of a block at a sees from a + k - window + 1 on.
     Serving,
     /// As speculators trains it: every slot of the block at a sees positions from a - window on.
     Speculators,

@@ -331,8 +331,9 @@ pub(super) struct SumArguments {
     block: i32,
 }
 
-/// Sums the gradients of all parts. Key row r gets row `key_places[2 i + 1]` of part `key_places[2
-/// i]` for i from `key_first[r]` to `key_first[r + 1]`, in this order; both lists are int32.
+/// Sums the gradients of all parts. Key row r gets row `key_places[2i + 1]` of part
+/// `key_places[2i]` for i from `key_first[r]` to `key_first[r + 1]`, in this order; both lists are
+/// int32.
 pub fn sum(
     runner: Runner,
     parts: &[PartGradient],

@@ -104,7 +104,7 @@ impl Image {
         let (image, kept) = compiled.image(&nvrtc)?;
         let module = match load_module(&image) {
             Err(error) if kept => {
-                tracing::debug!("the kept kernels do not load, and are compiled anew: {error}");
+                tracing::debug!("the cached kernels do not load and are recompiled: {error}");
                 load_module(&compiled.compile(&nvrtc)?)?
             }
             outcome => outcome?,

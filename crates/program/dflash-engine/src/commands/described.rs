@@ -5,8 +5,7 @@ use std::path::Path;
 use dflash_run::RunDir;
 use dflash_target::TargetSpec;
 
-/// The description in `file`, or else the one recorded by the run that the draft or run directory
-/// `of` belongs to.
+/// The description in `file`, else the one recorded by the run to which the directory `of` belongs.
 pub(super) fn described(
     file: Option<&Path>,
     of: Option<&Path>,

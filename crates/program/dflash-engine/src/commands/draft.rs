@@ -27,8 +27,7 @@ pub(super) struct Draft {
     vocabulary: Option<usize>,
 }
 
-/// The directory of the draft `name`: a checkpoint, a run, its `latest` or `best`, or a Hub
-/// repository.
+/// The directory of the draft `name`: a checkpoint, a run, its `latest` or `best`, or on the Hub.
 pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf> {
     let found = dflash_run::draft_dir(Path::new(name))?;
     if found != Path::new(name) {
@@ -61,8 +60,7 @@ impl Draft {
         Ok(Self { dir, config, vocabulary })
     }
 
-    /// The same draft with the shape stored in the checkpoint `resumed`. The settings are compared
-    /// with it later.
+    /// The same draft with the shape stored in the checkpoint `resumed`, to be compared later.
     pub(super) fn resuming(self, resumed: &Path) -> Self {
         // Loading the checkpoint reports any damage later.
         let config = DraftConfig::load(resumed).ok().or(self.config);
@@ -159,8 +157,8 @@ pub(super) fn tokenizer(target_dir: &Path) -> anyhow::Result<Option<ChatTokenize
     }
 }
 
-/// The facts that determine the mask token. Without tokenizer.json, tokenizer_config.json supplies
-/// them.
+/// The facts that determine the mask token; tokenizer_config.json replaces a missing
+/// tokenizer.json.
 fn facts(
     tokenizer: Option<&ChatTokenizer>,
     (target_dir, target): (&Path, &TargetFacts),
@@ -187,8 +185,7 @@ fn facts(
     })
 }
 
-/// The mask token must not occur in text: a draft trained on answers containing it learns to
-/// propose blanks.
+/// The mask token must not occur in text, or a draft would learn to propose blanks.
 fn refuse_text(tokenizer: &ChatTokenizer, id: i64) -> anyhow::Result<()> {
     let text = tokenizer.decode(&[id], true)?;
     if text.is_empty() {

@@ -20,8 +20,7 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     let target = TargetFacts::load(&target_dir, described.as_ref())?;
     let source = Source::open(&draft_path)?;
     let tokenizer = draft::tokenizer(&target_dir)?;
-    // With another vocabulary the mask token's id means something else; the export reports the
-    // mismatch.
+    // With another vocabulary the mask token's id means nothing; the export reports the mismatch.
     if source.config().vocab_size == target.vocab_size {
         let checked =
             draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
@@ -62,8 +61,7 @@ fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
     }
 }
 
-/// Rewords the error for a command that cannot choose the mask token: the draft was trained with
-/// it.
+/// Rewords the error: this command cannot choose the mask token, with which the draft was trained.
 fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
     match error.downcast_ref() {
         Some(dflash_tensor::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(

@@ -1,5 +1,4 @@
-//! `dflash hidden-server`: passes the settings to the library, or launches the ranks that share a
-//! target.
+//! `dflash hidden-server`: passes the settings to the library, or launches a target's ranks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -61,8 +60,7 @@ fn rank(
     listen(settings, Box::new(load), stop)
 }
 
-/// Starts all ranks and waits for them. Refuses a target that cannot be divided before starting
-/// any.
+/// Starts all ranks and waits for them, unless the target cannot be divided.
 fn start_ranks(
     settings: &HiddenServerSettings,
     dir: &Path,

@@ -34,8 +34,7 @@ pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<
     let program = std::env::current_exe().context("cannot find this program's own path")?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let config = LaunchConfig {
-        // The launcher has fetched the models: all ranks use that copy and do not query the Hub
-        // again.
+        // The launcher has fetched the models: ranks use that copy and do not query the Hub again.
         env: vec![("HF_HUB_OFFLINE".into(), "1".into())],
         nnodes,
         node_rank,

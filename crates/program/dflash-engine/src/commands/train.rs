@@ -21,8 +21,7 @@ use dflash_train::{Acceptance, Prepared, ProbeError, Share};
 use super::draft::Draft;
 use super::{described, launch};
 
-/// Default time between a scheduler's SIGTERM and SIGKILL: Slurm's KillWait, Kubernetes' grace
-/// period.
+/// Time between schedulers' SIGTERM and SIGKILL: Slurm's KillWait, Kubernetes' grace period.
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Message for a run that a signal stopped before its first step.

@@ -1,5 +1,4 @@
-//! Ranks started with different settings: each reports the difference, all exit, nothing is
-//! retried.
+//! Ranks started with different settings: each reports the difference, all exit, without retries.
 
 use crate::running::{Running, free_port};
 use crate::world::{Run, World};

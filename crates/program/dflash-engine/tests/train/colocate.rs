@@ -11,8 +11,7 @@ use crate::running::{Running, free_port};
 use crate::servers::Server;
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
-/// Micro-batches, several epochs, the target's distribution, validation: everything that uses
-/// hidden states.
+/// Micro-batches, several epochs, the target's distribution, validation: all users of the states.
 const ALL: [&str; 14] = [
     "--epochs",
     "5",
@@ -214,8 +213,7 @@ fn what_is_at_odds_with_a_target_in_the_process_is_named() {
     refuse(&["--colocate", "--shared-storage-path", "x"], 2, &both("--shared-storage-path"));
     refuse(&["--target-dtype", "bfloat16"], 2, &["required", "--colocate"]);
     refuse(&["--states-dtype", "f32"], 2, &["required", "--colocate"]);
-    // In one file both are refused. On top of a file, the flag wins, and the conflicting setting is
-    // dropped.
+    // In one file both are refused. On top of a file, the flag wins over the conflicting setting.
     let file = world.run_file("out", &["--colocate"]);
     let text = std::fs::read_to_string(&file).unwrap();
     assert!(text.contains("colocate = true") && !text.contains("vllm_endpoint ="), "{text}");
@@ -256,8 +254,7 @@ fn an_interrupted_run_is_saved_and_goes_on() {
 #[test]
 fn a_target_without_memory_is_run_in_halves_and_then_says_so() {
     let world = World::of_wide_layers();
-    // All documents form one row; the draft needs little, so it is the target that runs out of
-    // memory.
+    // One row with all documents; the draft needs little, so the target runs out of memory.
     let more = ["--colocate", "--epochs", "100", "--max-anchors", "2"];
     let more = joined(&[&more, &["--total-seq-len", "400", "--no-epoch-checkpoints"]]);
     let mut run = Running::start(&mut world.command("out", &more));

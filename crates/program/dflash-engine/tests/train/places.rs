@@ -1,5 +1,4 @@
-//! Where ranks find their files: data changed behind its description, and separate directories
-//! under one name.
+//! Where ranks find their files: changed data, and separate directories of the same name.
 
 use std::path::Path;
 

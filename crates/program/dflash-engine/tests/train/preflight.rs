@@ -237,8 +237,7 @@ fn train(world: &World, save: &str, vllm: &Vllm, more: &[&str]) -> Run {
 
 const TRUST: [&str; 1] = ["--trust-layer-ids"];
 
-/// Makes the target's final norm weights differ from one; otherwise a second norm would change
-/// nothing.
+/// Makes the target's final norm weights differ from one, so that a second norm has an effect.
 fn weigh_final_norm(world: &World) {
     let path = world.path("target/model.safetensors");
     let mut tensors = Tensor::read_safetensors(&path).unwrap();

@@ -221,7 +221,11 @@ fn a_run_goes_on_from_an_earlier_checkpoint_and_keeps_the_later_ones() {
     refuse(&world, "out", &[&more[..], &["--resume-from", "4"]].concat(), "there are 3, 6, ");
     let run = succeed(&world, "out", &[&more[..], &["--resume-from", "6"]].concat());
     assert!(run.stderr.contains("resuming step 6 of "), "{}", run.stderr);
-    assert!(run.stderr.contains("after-000006; remove it when nobody needs it"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("after-000006; remove it when it is no longer needed"),
+        "{}",
+        run.stderr
+    );
     assert_eq!(sorted_checkpoints(&world.path("out")), all);
     assert_eq!(world.state("out", &last), world.state("before", &last));
     assert_eq!(losses(&world.path("out")), losses(&world.path("before")));

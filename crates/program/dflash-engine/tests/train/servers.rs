@@ -52,8 +52,7 @@ impl Drop for Server {
     }
 }
 
-/// Flags of a run that fetches all its states from the server at `endpoint`, with little
-/// prefetching.
+/// Flags of a run that fetches all states from the server at `endpoint`, with few ahead.
 fn served<'a>(endpoint: &'a str, nowhere: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let flags = [
         "--endpoint",
@@ -139,8 +138,7 @@ fn a_terminal_shows_that_a_server_is_slow_while_it_is() {
     run.await_step(&world.path("out"), step + 3);
 }
 
-/// The preflight reads the first row; if its tokens are all equal, all layers of a target may look
-/// alike.
+/// The preflight reads the first row; with equal tokens all layers of a target may look alike.
 #[test]
 fn our_own_server_is_believed_whatever_the_first_row_says() {
     let world = World::new();

@@ -108,8 +108,7 @@ fn validation_measures_the_averaged_weights_split_or_not() {
     assert!((split - averaged).abs() <= 1e-5 * averaged, "{split} and {averaged}");
 }
 
-/// Two ranks that split the state train like two that do not, and their checkpoint resumes
-/// elsewhere.
+/// Two ranks that split the state train like two that do not; their checkpoint resumes anywhere.
 fn check_split(world: &World, more: &[&str], state: &[&str]) {
     let two = [more, &["--nproc", "2", "--gradient-accumulation-steps", "2"]].concat();
     let two = [&two[..], &["--epochs", "4", "--save-every", "3"]].concat();

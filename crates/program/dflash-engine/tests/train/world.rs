@@ -237,8 +237,7 @@ impl World {
         path.to_string_lossy().into_owned()
     }
 
-    /// Replaces a sample's stored states by the largest representable numbers, whose norms
-    /// overflow.
+    /// Replaces a sample's stored states by the largest finite numbers, whose norms overflow.
     pub(crate) fn spoil(&self, sample: u64) {
         let input_ids = input_ids(sample);
         let huge = vec![f32::MAX; input_ids.len() * HIDDEN as usize];

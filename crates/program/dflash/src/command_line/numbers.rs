@@ -12,8 +12,7 @@ use crate::cli::definition;
 /// Largest values of the flags' integer types.
 const LARGEST: [u64; 3] = [u64::MAX, 65_535, 255];
 
-/// Adds the flag's range to `refusal` of `args` if it is about a number that is negative or too
-/// large.
+/// Adds the flag's range to `refusal` of `args` if a number is negative or too large.
 pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     let explained = match &refusal {
         Refusal::Usage(error) => with_range(args, error),
@@ -22,8 +21,7 @@ pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     explained.unwrap_or(refusal)
 }
 
-/// Checks the nearest number that the type can hold, and applies the resulting message to the given
-/// number.
+/// Checks the nearest number that fits the type, and rewords the message for the given one.
 fn with_range(args: &[OsString], error: &Error) -> Option<Refusal> {
     if error.kind() != ErrorKind::ValueValidation {
         return None;

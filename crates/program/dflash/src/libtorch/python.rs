@@ -30,8 +30,7 @@ pub(super) fn torch_beside(program: &Path) -> Option<PathBuf> {
     asked.or_else(|| torch_under(&bin.parent()?.join("lib")))
 }
 
-/// A torch package in `lib/python3*/{site,dist}-packages`; if there are several Pythons, the last
-/// one by name.
+/// A torch package in `lib/python3*/{site,dist}-packages`; the last Python by name counts.
 fn torch_under(lib: &Path) -> Option<PathBuf> {
     let entries = fs::read_dir(lib).ok()?;
     let pythons = entries.filter_map(|entry| {

@@ -62,8 +62,7 @@ fn gives_way(command: &clap::Command, arg: &Arg, values: &Map<String, Value>) ->
     has_default && command.get_arguments().any(given)
 }
 
-/// Prints numbers unchanged: seeds may exceed TOML's integer range, and the reader takes their
-/// digits.
+/// Prints numbers unchanged: seeds may exceed TOML's range, and the reader takes their digits.
 fn toml_of(value: &Value) -> String {
     let entry = |(key, value): (&String, &Value)| {
         format!("{} = {}", toml::Value::from(key.as_str()), toml_of(value))

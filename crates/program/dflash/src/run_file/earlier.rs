@@ -11,8 +11,7 @@ use super::value::Given;
 /// The commands that take the settings of a training run.
 const COMMANDS: [&str; 2] = ["train", "plan"];
 
-/// Renames the entries of one source for `table` to the present names. A renamed entry keeps its
-/// place.
+/// Gives the entries of one source for `table` their present names, at their places.
 pub(super) fn present(table: &str, mut entries: Vec<Entry>) -> Vec<Entry> {
     if table != "train" {
         return entries;

@@ -65,8 +65,7 @@ pub(super) fn merge(command: &Command, mut settings: Vec<Setting>) -> Result<Vec
     Ok(kept)
 }
 
-/// Whether two settings exclude each other. An absent value or a flag that is off conflicts with
-/// nothing.
+/// Whether two settings exclude each other. Absent values and flags that are off do not conflict.
 fn conflict(command: &Command, one: &Setting, other: &Setting) -> bool {
     let names = |one: &str, other: &str| {
         argument(command, one).is_some_and(|arg| {

@@ -1,5 +1,4 @@
-//! The Hub's official Python client against the same server: it reads what we pushed, and pushes
-//! itself.
+//! The Hub's official Python client on the same server: it reads our pushes, and pushes itself.
 
 use std::path::Path;
 use std::process::{Command, Output};

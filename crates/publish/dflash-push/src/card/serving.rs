@@ -9,8 +9,7 @@ use super::{Card, plain};
 /// Placeholder for a target whose name is not known.
 const TARGET: &str = "TARGET";
 
-/// Whether SGLang serves a draft of this shape: it returns only the states between the target's
-/// layers.
+/// Whether SGLang serves a draft of this shape: it returns only states between the target's layers.
 fn suits_sglang(shape: &Outline) -> bool {
     let last = |&id: &u32| Some(i64::from(id)) == shape.num_target_layers;
     shape.layout == Layout::ZLab && !shape.target_layer_ids.iter().any(|id| *id == 0 || last(id))

@@ -1,5 +1,4 @@
-//! A test double of the model, whose rows are known in advance and which waits on demand, with a
-//! server.
+//! A test double of the model, with known rows and waits on demand, and a server.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

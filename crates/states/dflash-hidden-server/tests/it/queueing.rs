@@ -162,8 +162,7 @@ async fn the_next_batch_begins_while_rows_come_and_no_more_than_that() {
         }
     }
     server.desk.open();
-    // The second batch is computed while the first one's rows are transferred, and the third has
-    // not started.
+    // The second batch computes while the first one's rows are transferred; the third waits.
     eventually("two batches are under way", || server.desk.under_way.load(Ordering::SeqCst) == 2);
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(server.desk.batches().len(), 2);

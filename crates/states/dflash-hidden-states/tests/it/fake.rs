@@ -84,8 +84,7 @@ pub(crate) fn models() -> ModelList {
     ModelList::of(ModelCard::new("tiny".into(), "/models/tiny".into(), 4096, metadata))
 }
 
-/// The states computed by every server of these tests: each value identifies layer, token and
-/// column.
+/// The states computed by all servers here: each value identifies layer, token and column.
 pub(crate) fn states_of(input_ids: &[i64], layer_ids: &[u32]) -> HiddenStates {
     let layer = |&id: &u32| -> Bytes {
         let value = |token: i64, column: usize| {

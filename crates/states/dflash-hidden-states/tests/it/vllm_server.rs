@@ -39,8 +39,7 @@ struct Quirks {
     names: fn(&Path, PathBuf) -> PathBuf,
     writing: Duration,
     refuses: bool,
-    /// Reported log-probabilities as a function of the last state's first value, if it supports the
-    /// option.
+    /// Log-probabilities reported for the last state's first value, if the option is supported.
     log_probabilities: Option<fn(f32) -> Value>,
 }
 

@@ -34,8 +34,7 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    /// Signs in; refuses a second launcher of the same node, and one whose settings differ from
-    /// node 0's.
+    /// Signs in; refuses a second launcher of a node, and settings that differ from node 0's.
     pub(super) fn join(config: &LaunchConfig, launch: &LaunchStore) -> Result<Self, Error> {
         let LaunchConfig { nnodes, node_rank, join_timeout, .. } = *config;
         let mut store = None;
@@ -104,8 +103,7 @@ impl Nodes {
         Some(failure)
     }
 
-    /// Reports what ended the attempt here, and returns what all nodes consider the cause: the
-    /// first report.
+    /// Reports what ended the attempt here; returns the first report, the cause for all nodes.
     pub(super) fn agree(&self, failure: Failure) -> Failure {
         let (claim, key) = (self.key("failing"), self.key("failed"));
         let text = failure.to_report(self.node_rank);

@@ -294,8 +294,7 @@ fn launchers_of_two_nodes_make_one_group() {
     }
 }
 
-/// Runs launchers of two nodes that start `task` with restarts; returns their exit codes and
-/// stderr.
+/// Runs launchers of two nodes with `task` and restarts; returns their exit codes and stderr.
 fn two_nodes(restarts: usize, task: &str) -> [(Option<i32>, String); 2] {
     let endpoint = format!("127.0.0.1:{}", free_port());
     let mut nodes = [0, 1].map(|node| {

@@ -20,8 +20,7 @@ const TIMES: usize = 5;
 const COPIED: i64 = 256 << 20;
 /// Operators launched to measure the host's overhead.
 const OPERATORS: usize = 1000;
-/// Number of queries and of keys in the timed attention: whole tiles, and enough of them for any
-/// GPU.
+/// Queries and keys in the timed attention: whole tiles, and enough of them for any GPU.
 const ATTENDED: i64 = 4096;
 
 /// Rates that a device reaches.
@@ -78,8 +77,7 @@ impl MeasuredProduct {
 }
 
 impl Measured {
-    /// Parses such an object, or the last JSON line of the bench's output, which has one under
-    /// `measured`.
+    /// Parses such an object, or the last JSON line of the bench's output, under `measured`.
     ///
     /// # Errors
     /// Why the text contains none.
@@ -278,8 +276,7 @@ mod tests {
 
     use super::*;
 
-    /// Apart from attention, the matmuls' arithmetic equals the row's: none is missing or counted
-    /// twice.
+    /// Apart from attention, the matmuls' arithmetic equals the row's exactly.
     #[test]
     fn the_products_are_those_of_a_step() {
         let config = serde_json::json!({

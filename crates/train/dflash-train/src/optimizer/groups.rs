@@ -1,5 +1,4 @@
-//! Groups the parts of a share of the flat buffer: matrices, and the rest (embeddings, norm weights
-//! and biases).
+//! Groups the parts of a share of the flat buffer: matrices, and all other parameters.
 
 use std::ops::Range;
 

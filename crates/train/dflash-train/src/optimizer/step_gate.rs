@@ -14,8 +14,7 @@ pub struct StepGate {
 }
 
 impl StepGate {
-    /// A step along the gradient divided by `divisor` (float64 `[1]`), unless `skip` (bool `[1]`)
-    /// is set.
+    /// A step with the gradient divided by `divisor` (float64 `[1]`), unless `skip` (bool `[1]`).
     pub fn new(divisor: &Tensor, skip: Tensor) -> Self {
         let keep = skip.logical_not().to_kind(Kind::Double);
         Self { divisor: divisor.to_kind(Kind::Float), skip, keep }

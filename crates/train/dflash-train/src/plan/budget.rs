@@ -12,8 +12,7 @@ use crate::gpus::Gpu;
 
 /// Minimum interval between kernel launches in a stream, seconds.
 const LAUNCH: f64 = 2e-6;
-/// Cost of a synchronisation, in which the host waits for the GPU to drain and the GPU then for new
-/// work, seconds.
+/// Cost of a synchronisation: the host waits for the GPU to drain, then the GPU for work; seconds.
 const WAIT: f64 = 20e-6;
 /// Copy rate from unpinned memory, bytes/s.
 const PAGEABLE: f64 = 10e9;
@@ -107,8 +106,7 @@ pub struct OperationBudget {
 }
 
 impl Budget {
-    /// The budget of the step in `record`, with `useful` floating-point operations, on a GPU with
-    /// its efficiency.
+    /// The budget of the step in `record`, with `useful` operations, on a GPU with its efficiency.
     pub(crate) fn new(record: &Record, useful: f64, on: (&Gpu, &Efficiency)) -> Self {
         let mut budget = Self::of(record, useful, on);
         let (gpu, efficiency) = on;

@@ -1,5 +1,4 @@
-//! The same budget for this machine's CPU: a step's matmuls and bytes, divided by speeds measured
-//! on the spot.
+//! The same budget for this machine's CPU: a step's matmuls and bytes over measured speeds.
 //!
 //! The CPU kernels do a norm, a rotation or an activation in one pass, and attention stores no
 //! scores. So the consecutive operators that a GPU would run for these count once per part, with

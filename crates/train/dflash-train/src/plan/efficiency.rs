@@ -10,8 +10,7 @@ use dflash_torch_sys::trace::Event;
 use crate::bench::Measured;
 use crate::gpus::{Family, Gpu};
 
-/// Share of the dense peak reached by matmuls of thousands of rows: cuBLAS in a burst on A100 and
-/// H100.
+/// Share of the dense peak reached by large matmuls: cuBLAS in a burst on A100 and H100.
 const PRODUCTS: f64 = 0.75;
 /// The same under sustained load: clocks fall, and not every shape is efficient.
 const SLOW_PRODUCTS: f64 = 0.65;
@@ -21,16 +20,15 @@ const BANDWIDTH: f64 = 0.85;
 const OPERATOR: f64 = 4e-6;
 
 impl Family {
-    /// Share of the dense peak reached by FlashAttention-2, forward and backward, counting partial
-    /// tiles as full.
+    /// Share of the peak reached by FlashAttention-2, forward and backward, counting partial tiles
+    /// as full.
     fn flash(self) -> (f64, f64) {
         match self {
             // "50-73 %" on an A100 (arXiv 2307.08691); the others use the same instructions
             Self::Ampere | Self::Ada => (0.65, 0.55),
             // "35 %" on an H100 (arXiv 2407.08608), whose new instructions it does not use
             Self::Hopper => (0.35, 0.30),
-            // no published figures: assumed as fast as on an H100, since it uses no new
-            // instructions
+            // no published figures: assumed like an H100's, since it uses no new instructions
             Self::Blackwell => (0.15, 0.13),
         }
     }
@@ -39,8 +37,7 @@ impl Family {
 /// Shares of a GPU's peak figures.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Efficiency {
-    /// Share of the dense peak reached by matmuls; `parts` holds the shares of parts measured
-    /// separately.
+    /// Share of the dense peak reached by matmuls; `parts` holds those measured separately.
     pub(super) products: f64,
     parts: BTreeMap<String, f64>,
     /// Share of the dense peak reached by flash attention, forward and backward.

@@ -19,13 +19,11 @@ use crate::prefetcher::BUFFERS;
 const PROCESS_BYTES: f64 = 150.0 * MIB;
 /// CUDA's context and libraries on a device: NVIDIA's usual half a GB, not measured.
 const CONTEXT_BYTES: f64 = 500.0 * MIB;
-/// Memory held per byte of activations: fragmentation and small temporaries. Measured on a CPU, see
-/// docs/plan.md.
+/// Memory per byte of activations, with fragmentation and temporaries: CPU-measured, docs/plan.md.
 pub(super) const SLACK: f64 = 1.2;
 const MIB: f64 = (1 << 20) as f64;
 
-/// A rank's memory in bytes. On a GPU everything but the window and the assembled rows is on the
-/// device.
+/// A rank's memory in bytes. On a GPU all but the window and the assembled rows is on the device.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Memory {
     /// Float32 parameters.
@@ -41,8 +39,7 @@ pub struct Memory {
     pub copy: f64,
     /// The target's embedding and lm_head, frozen, including rows copied for a reduced vocabulary.
     pub frozen: f64,
-    /// Activations kept by the forward pass and temporaries of the backward pass, for the largest
-    /// row.
+    /// Activations of the forward pass and temporaries of the backward pass, for the largest row.
     pub activations: f64,
     /// A chunk of logits.
     pub logits: f64,
@@ -53,8 +50,7 @@ pub struct Memory {
     pub target_pass: f64,
     /// Hidden states in flight and waiting, in host memory.
     pub window: f64,
-    /// Rows assembled for the step, in host memory. The features of the current row count as
-    /// activations.
+    /// Assembled rows in host memory. The features of the current row count as activations.
     pub ahead: f64,
     /// Peak of a step's tensors beyond all these, if its budget is known.
     pub widest: f64,
@@ -176,8 +172,7 @@ fn activations(
     let kv_width = 2.0 * draft.kv_width() as f64;
     let layers = draft.layers.len() as f64;
     let (slots, context) = (row.slots, row.context_rows);
-    // Kept by each layer: input, raw projections, attention output, residual after attention, gate
-    // and up.
+    // Kept per layer: input, raw projections, attention output, residual after it, gate and up.
     let kept_slot = 2.0 * h + 2.0 * q_width + kv_width + 2.0 * i;
     let layer = (slots * kept_slot + context * kv_width) * width + slots * heads * 4.0;
     let kept = if recompute { layers * slots * h * width + layer } else { layers * layer };

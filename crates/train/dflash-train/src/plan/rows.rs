@@ -37,8 +37,7 @@ pub struct RowShape {
     pub longest: f64,
     /// With --colocate, the target's arithmetic.
     pub target_flops: f64,
-    /// Matmul arithmetic, up to the highest auxiliary layer, of a target that runs here or in our
-    /// server.
+    /// Matmul arithmetic of a target that we run, up to the highest auxiliary layer.
     pub target_products: f64,
     /// The same for its attention.
     pub target_attention: f64,
@@ -123,8 +122,7 @@ impl Epoch {
     }
 }
 
-/// The samples and their lengths. Described documents take precedence over a dataset, which a run
-/// file may name.
+/// The samples and their lengths. Described documents override a run file's dataset.
 fn open(
     settings: &PlanSettings,
     embedding_rows: i64,

@@ -1,5 +1,4 @@
-//! Runs one optimizer step on a fake CUDA device: the code that training runs, on tensors without
-//! data.
+//! Runs one optimizer step on a fake CUDA device: training's own code on tensors without data.
 
 use dflash_data::PackedRow;
 use dflash_dist::Single;

@@ -17,8 +17,7 @@ use crate::assembly::tests::{assembler, loaded};
 /// Long enough to see that nothing else happens.
 const WHILE: Duration = Duration::from_millis(100);
 
-/// Copies that overlap with computation, like a GPU's: each starts after a delay and fills other
-/// memory.
+/// Overlapping copies, like a GPU's: each starts after a delay and fills other memory.
 #[derive(Clone, Default)]
 pub(crate) struct SlowCopies {
     pub(crate) delay: Duration,

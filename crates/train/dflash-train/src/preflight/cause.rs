@@ -3,8 +3,7 @@
 /// The interpretation of the states that fits, or another defect.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Cause {
-    /// The states are after the final norm, but the source reports no log-probabilities to verify
-    /// it.
+    /// The states are after the final norm, and no log-probabilities verify that.
     Normed,
     /// The source's norm uses weight 1 + w where the head uses w (1), or the reverse (-1).
     NormWeight(i8),

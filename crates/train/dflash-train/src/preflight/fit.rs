@@ -37,8 +37,7 @@ impl Reported {
         }
     }
 
-    /// Those that are not at the ends of a sample of `tokens` tokens, where shifted rows have no
-    /// neighbour.
+    /// Without those at the ends of a sample of `tokens`, where shifted rows have no neighbour.
     pub(super) fn inner(reported: &[LogProbability], tokens: usize) -> Self {
         let is_inner = |of: &&LogProbability| (2..tokens).contains(&of.position);
         Self::new(&reported.iter().filter(is_inner).cloned().collect::<Vec<_>>())
@@ -58,8 +57,7 @@ impl Reported {
         ours_n.to_device(tch::Device::Cpu)
     }
 
-    /// Agreement of `logits_tv` with the reported values, for a model whose states have type
-    /// `dtype`.
+    /// Agreement of `logits_tv` with the reported values, for states of type `dtype`.
     pub(super) fn agreement(&self, logits_tv: &Tensor, dtype: Dtype) -> Agreement {
         let gaps_n = self.ours(logits_tv) - &self.values_n;
         let largest_logit = logits_tv.abs().max().to_kind(Kind::Double).double_value(&[]);

@@ -39,11 +39,11 @@ pub(super) struct Sample<'a> {
 /// Result for a sample.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// The reported log-probabilities match the target's, for states after (`normed`) or before the
-    /// final norm.
+    /// The reported log-probabilities are the target's, for states after (`normed`) or before the
+    /// norm.
     Agrees { normed: bool, agreement: Agreement },
-    /// Nothing is reported; the loss on the sample, nats per token. No other interpretation is much
-    /// better.
+    /// Nothing is reported; the loss in nats per token, which no other interpretation much
+    /// improves.
     Loss(f64),
     /// The last states are missing or not finite.
     Nothing,

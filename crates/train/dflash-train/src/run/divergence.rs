@@ -45,8 +45,7 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// Marks the checkpoint of step `saved`, after which the loss exploded, so that it is not
-    /// resumed.
+    /// Bars the checkpoint of step `saved`, after which the loss exploded, from being resumed.
     fn condemn(&self, saved: u64, loss: f64, meter: &Meter) {
         if self.save_path.is_none() {
             return;

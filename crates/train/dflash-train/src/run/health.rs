@@ -134,8 +134,7 @@ impl Health {
         self.bad <= 3 || self.bad.is_power_of_two()
     }
 
-    /// Whether no step has changed the weights since the last checkpoint, or since this process
-    /// began.
+    /// Whether no step changed the weights since the last checkpoint or this process's start.
     pub(super) fn is_unmoved(&self) -> bool {
         self.moved == 0
     }
@@ -414,8 +413,7 @@ mod tests {
 
     #[test]
     fn a_run_that_ends_far_above_guessing_without_ever_rising_is_no_success() {
-        // --lr 10 on a small target: the weights are lost in the first steps, and the loss never
-        // rose
+        // --lr 10 on a small target: the weights are lost at once, and the loss never rose
         let losses = [descent(41.0, 0.1, 6), vec![23.0; 20]].concat();
         for rate in [10.0, USUAL_RATE] {
             Run::at(rate, &losses).fails_for("it stands still, and was 23.0000 before");
@@ -429,8 +427,7 @@ mod tests {
 
     #[test]
     fn a_short_or_slow_run_that_comes_down_gets_a_line() {
-        // A run of a few steps, one at a tenth of the usual learning rate, and one at the end of
-        // its schedule.
+        // A run of a few steps, one at a tenth of the usual rate, and one at its schedule's end.
         Run::at(USUAL_RATE, &[41.0, 42.0, 38.0, 35.0]).is_merely_slow();
         Run::at(20.0 * USUAL_RATE, &descent(41.0, 0.1, 10)).is_merely_slow();
         // recorded at --lr 0.3, as above: far too high, and yet the loss comes down

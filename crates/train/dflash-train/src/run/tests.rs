@@ -130,8 +130,7 @@ fn a_run_of_bad_steps_alone_is_no_success() {
     assert!(error.contains("at step 2 no step has been finite"), "{error}");
 }
 
-/// Scales up the logits of a world's target, so that fresh drafts are confident and wrong, as with
-/// real ones.
+/// Scales up a target's logits, so that fresh drafts are confident and wrong, as with real ones.
 fn embolden(world: &World) {
     let path = world.path("target/model.safetensors");
     let mut tensors = Tensor::read_safetensors(&path).unwrap();

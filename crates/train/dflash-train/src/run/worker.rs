@@ -101,8 +101,7 @@ impl<'a> Worker<'a, '_> {
         Ok(())
     }
 
-    /// Takes one optimizer step over `accumulation` rows of this rank; returns the ranks' common
-    /// vote.
+    /// Takes an optimizer step over `accumulation` rows of this rank; returns the ranks' vote.
     fn step(&mut self, rows: &mut ReadyRows, meter: &mut Meter) -> Result<Vote, Halt> {
         let config = self.prepared.config;
         let settings = &config.settings;
@@ -203,8 +202,7 @@ impl<'a> Worker<'a, '_> {
         self.validation.as_ref().is_some_and(|it| it.is_due((step, self.saves()), total))
     }
 
-    /// Whether a checkpoint is due after this step: at the set interval, and at the end of an
-    /// epoch.
+    /// Whether a checkpoint is due after this step: at the set interval or an epoch's end.
     fn saves(&self) -> bool {
         let settings = &self.prepared.config.settings;
         let (checkpoints, step) = (&settings.checkpoints, self.position.step);
@@ -275,8 +273,7 @@ impl<'a> Worker<'a, '_> {
         }
     }
 
-    /// Logs and saves what is due after a step in `epoch`; ends a run that has diverged or found no
-    /// supervised slot.
+    /// Logs and saves what is due after a step in `epoch`; ends a diverged run or one without slots.
     fn keep(&mut self, epoch: u64, vote: Vote, meter: &mut Meter) -> Result<(), Error> {
         let settings = &self.prepared.config.settings;
         let step = self.position.step;
@@ -515,8 +512,7 @@ impl<'a> Worker<'a, '_> {
         }
         let Some(error) = own else {
             saved?;
-            // The rank at fault does not join the barrier, so the launcher sees that this rank lost
-            // a peer.
+            // The rank at fault skips the barrier, so the launcher sees that this rank lost a peer.
             if let Err(lost) = self.communicator.barrier() {
                 let reports = reports.unwrap_or_default();
                 let report = reports.iter().find(|report| !report.is_empty());

@@ -137,8 +137,7 @@ impl Drop for Running {
     }
 }
 
-/// A path as an argument. Bytes that are not UTF-8 are lost; the program then reports that there is
-/// no such file.
+/// A path as an argument. Bytes that are not UTF-8 are lost, and the file is then not found.
 pub(super) fn path_text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }

@@ -74,8 +74,7 @@ fn libc() -> Finding {
     let output = Command::new("getconf").arg("GNU_LIBC_VERSION").output();
     let text = output.ok().filter(|output| output.status.success());
     let text = text.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
-    // This program runs, so the C library is new enough for it; starting the engine proves the same
-    // for the engine.
+    // The C library is new enough for this program, and for the engine if that starts.
     Finding::ok("C library", text.unwrap_or_else(|| "not known (no getconf)".to_owned()))
 }
 

@@ -49,8 +49,7 @@ const QWEN3_32B: Dimensions = Dimensions {
     vocabulary: 151_936,
 };
 
-/// Its lm_head and hidden size; the draft's layers are Qwen3's, with an MLP of three times the
-/// hidden size.
+/// Its lm_head and hidden size; the layers are Qwen3's, with an MLP of three times that size.
 const GPT_OSS_120B: Dimensions = Dimensions {
     name: "gpt-oss-120b",
     hidden: 2880,
