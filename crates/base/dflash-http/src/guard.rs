@@ -29,6 +29,9 @@ pub struct Guard {
     pub allowed_origins: Vec<String>,
     /// Whether requests need a key: then a page cannot make them, whatever its name.
     pub has_key: bool,
+    /// Whether it answers to its own names only on other addresses than loopback too: for pages
+    /// without a key.
+    pub only_own_names: bool,
     /// The host name that it was told to listen on.
     pub host: String,
     /// Set once the address is known.
@@ -36,8 +39,9 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Whether `host`, the value of a `Host` header, is a loopback name.
-    fn is_own(&self, host: &str) -> bool {
+    /// Whether `host`, the value of a `Host` header, is a loopback name, or beyond loopback an
+    /// address: a page can make a name its own, but no address.
+    fn is_own(&self, host: &str, on_loopback: bool) -> bool {
         let name = match host.strip_prefix('[') {
             Some(rest) => rest.split(']').next().unwrap_or_default(),
             None => host.split(':').next().unwrap_or_default(),
@@ -45,25 +49,37 @@ impl Guard {
         let name = name.trim_end_matches('.').to_ascii_lowercase();
         name == "localhost"
             || name == self.host.to_ascii_lowercase()
-            || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+            || name.parse::<IpAddr>().is_ok_and(|it| it.is_loopback() || !on_loopback)
     }
 
     fn check_host(&self, headers: &HeaderMap) -> Result<(), Refusal> {
         let on_loopback = self.listens_on.get().is_none_or(|address| address.ip().is_loopback());
-        if !on_loopback || self.has_key {
+        if self.has_key || !(on_loopback || self.only_own_names) {
             return Ok(());
         }
         for host in headers.get_all(header::HOST) {
             let host = host.to_str().unwrap_or("of no readable name");
-            if !self.is_own(host) {
+            if !self.is_own(host, on_loopback) {
                 let host: String = host.chars().take(100).collect();
-                let message = format!(
-                    "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with an --api-key or another --host"
-                );
-                return Err(Refusal::new(StatusCode::FORBIDDEN, message));
+                return Err(Refusal::new(StatusCode::FORBIDDEN, self.foreign(&host, on_loopback)));
             }
         }
         Ok(())
+    }
+
+    /// The message for a host that is not its own.
+    fn foreign(&self, host: &str, on_loopback: bool) -> String {
+        match (on_loopback, self.only_own_names) {
+            (true, false) => format!(
+                "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with an --api-key or another --host"
+            ),
+            (true, true) => format!(
+                "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with another --host"
+            ),
+            (false, _) => format!(
+                "this server does not answer to the host {host:?}; use its address, or start it with that name as --host"
+            ),
+        }
     }
 
     /// The origin of a page that may use the server; `None` if the request has no origin.
@@ -175,6 +191,13 @@ mod tests {
         check(&guard("0.0.0.0:8000", false), "evil.example", true);
         check(&guard("127.0.0.1:8000", true), "evil.example", true);
         assert!(local.check_host(&HeaderMap::new()).is_ok());
+        let strict = Guard { only_own_names: true, ..guard("0.0.0.0:8000", false) };
+        check(&strict, "evil.example", false);
+        for own in ["10.0.0.1:8000", "localhost", "my-laptop:8000", "[fe80::1]:8000"] {
+            check(&strict, own, true);
+        }
+        let strict = Guard { only_own_names: true, ..guard("127.0.0.1:8000", false) };
+        check(&strict, "10.0.0.1", false);
     }
 
     #[test]
