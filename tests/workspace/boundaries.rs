@@ -258,7 +258,7 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-settings",
             ],
         ),
-        ("dflash-report", &["dflash-io", "dflash-run"]),
+        ("dflash-report", &["dflash-http", "dflash-io", "dflash-run"]),
         (
             "dflash-eval",
             &[

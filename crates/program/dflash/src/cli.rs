@@ -71,7 +71,10 @@ pub enum Command {
     Eval(Box<EvalSettings>),
     /// Convert a drafter to the layout and type that an engine reads, and verify it.
     Export(ExportSettings),
-    /// Show a training run as one page: curves, settings, checkpoints.
+    /// Show a training run as one page, or follow it in a browser: curves, settings, checkpoints.
+    #[command(
+        after_help = "Examples: dflash report drafts/qwen3-8b\n          dflash report drafts/qwen3-8b --follow"
+    )]
     Report(ReportSettings),
     /// Publish a drafter on the Hugging Face Hub, with a model card.
     Push(Box<PushSettings>),
@@ -125,8 +128,8 @@ impl Command {
             Self::DemoTarget(settings) => settings.check(),
             Self::Doctor(settings) => settings.check(),
             Self::Demo(settings) => settings.check(),
-            Self::Report(_)
-            | Self::Recipes(_)
+            Self::Report(settings) => settings.check(),
+            Self::Recipes(_)
             | Self::Completions(_)
             | Self::Man(_)
             | Self::CpuLevels
@@ -154,6 +157,9 @@ impl Command {
     pub fn on_signal(&self) -> OnSignal {
         match self {
             Self::HiddenServer(_) => OnSignal::Shutdown { drain: Duration::ZERO },
+            Self::Report(settings) if settings.follow => {
+                OnSignal::Shutdown { drain: Duration::ZERO }
+            }
             Self::Serve(settings) => {
                 OnSignal::Shutdown { drain: Duration::from_secs_f64(settings.drain_timeout) }
             }

@@ -69,6 +69,10 @@ pub struct Rates {
     pub speculative: f64,
     pub plain: f64,
     pub speed_up: f64,
+    /// Standard error of the speed-up; `None` if it was not measurable, and in reports of earlier
+    /// releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speed_up_error: Option<f64>,
 }
 
 /// How many answers equal those of plain greedy decoding.

@@ -24,12 +24,12 @@ pub trait Line: Serialize + DeserializeOwned {
     fn step(&self) -> u64;
 
     /// The finite numbers of the line under trackers' tags, which docs/formats.md describes,
-    /// without step and time, which are the axes.
+    /// without step and time, which are the axes, and the number of steps, which is none of them.
     fn scalars(&self) -> Vec<(String, f64)> {
         let mut found = Vec::new();
         let mut line = serde_json::to_value(self).expect("a line prints");
         let members = line.as_object_mut().expect("lines are objects");
-        for over in ["step", "time"] {
+        for over in ["step", "time", "total_steps"] {
             members.shift_remove(over);
         }
         collect(Self::GROUP.to_owned(), &line, &mut found);
@@ -60,6 +60,9 @@ pub struct TeacherForced {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricLine {
     pub step: u64,
+    /// `None` in runs of releases that did not record it.
+    #[serde(default)]
+    pub total_steps: Option<u64>,
     #[serde(default)]
     pub steps: Option<u64>,
     #[serde(default)]
@@ -164,6 +167,8 @@ pub struct Lines<T> {
     pub by_step: BTreeMap<u64, T>,
     /// Lines that do not parse, such as a half-written last one.
     pub broken: usize,
+    /// Whether the last of these has no end: while a run is alive it is on its way.
+    pub is_torn: bool,
     /// Lines that a later one with the same step replaced.
     pub replaced: usize,
 }
@@ -205,7 +210,9 @@ impl<T: Line> Lines<T> {
     /// The lines in `text`, the contents of their file if it exists.
     pub(crate) fn parse(text: Option<&str>) -> Self {
         let (present, by_step) = (text.is_some(), BTreeMap::new());
-        let mut lines = Self { present, by_step, broken: 0, replaced: 0 };
+        let mut lines = Self { present, by_step, broken: 0, is_torn: false, replaced: 0 };
+        let tail = text.and_then(|text| text.rsplit('\n').next()).unwrap_or_default().trim();
+        lines.is_torn = !tail.is_empty() && serde_json::from_str::<T>(tail).is_err();
         for line in text.unwrap_or_default().lines().filter(|line| !line.trim().is_empty()) {
             match serde_json::from_str::<T>(line) {
                 Err(_) => lines.broken += 1,

@@ -218,6 +218,7 @@ impl Meter {
         let (wait, tflops) = (times.wait.as_secs_f64(), flops / seconds / 1e12);
         let target = times.target_seconds()?;
         outputs.write(&MetricLine {
+            total_steps: Some(outputs.bar.total()),
             steps: Some(steps),
             time: Some(seconds_since_1970()),
             elapsed_s: Some(self.begun.elapsed().as_secs_f64()),
