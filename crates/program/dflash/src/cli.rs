@@ -22,7 +22,7 @@ use crate::signals::OnSignal;
     name = "dflash",
     version,
     propagate_version = true,
-    after_help = "The usual order: prepare, hidden-server (left running), train, eval, serve.\n\
+    after_help = "The usual order: regenerate, prepare, hidden-server (left running), train, eval, serve.\n\
                   `dflash COMMAND --help` explains each flag."
 )]
 pub struct Cli {

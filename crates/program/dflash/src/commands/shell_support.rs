@@ -79,25 +79,21 @@ fn page(name: &str, command: &clap::Command) -> anyhow::Result<Vec<u8>> {
     Man::new(bare).title(name.to_uppercase()).render(&mut text)?;
     if let Some(examples) = examples {
         let lines = examples.lines().map(|line| line.trim_start_matches("Example: "));
-        section(&mut text, "EXAMPLES", lines.map(|line| (line, "")))?;
+        text.extend(section("EXAMPLES", lines.map(|line| (line, ""))));
     }
-    section(&mut text, "EXIT STATUS", EXIT_STATUS)?;
-    section(&mut text, "ENVIRONMENT", ENVIRONMENT)?;
+    text.extend(section("EXIT STATUS", EXIT_STATUS));
+    text.extend(section("ENVIRONMENT", ENVIRONMENT));
     Ok(text)
 }
 
 /// A section of terms with what they mean.
-fn section<'a>(
-    out: &mut Vec<u8>,
-    title: &str,
-    items: impl IntoIterator<Item = (&'a str, &'a str)>,
-) -> io::Result<()> {
+fn section<'a>(title: &str, items: impl IntoIterator<Item = (&'a str, &'a str)>) -> Vec<u8> {
     let mut page = Roff::new();
     page.control("SH", [title]);
     for (term, meaning) in items {
         page.control("TP", []).text([bold(term)]);
         page.text([roman(meaning)]);
     }
-    // The writer puts definitions for apostrophes at the head of each text; the page has them.
-    page.to_writer(out)
+    // As part of a page: without the definitions that stand at the head of one.
+    page.to_roff().into_bytes()
 }
