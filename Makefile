@@ -58,8 +58,8 @@ interop: build ## the official client on our server; a drafter in other engines,
 recipes: build ## the recipes' pipelines with a stock vLLM, each on a tiny random model of its architecture
 	@scripts/recipes.sh
 
-wheel: build ## a Python wheel with both programs, in dist/ (needs maturin)
-	@env -u LIBTORCH scripts/wheel.sh
+wheel: build ## a Python wheel with the programs, in dist/
+	@scripts/wheel.sh
 
 archive: build ## a release archive with programs, completions and man pages, in dist/
 	@scripts/archive.sh

@@ -18,6 +18,8 @@ mkdir -p "$root"/{bin,share/man/man1,share/doc/dflash}
 for program in dflash dflash-engine; do
   strip -o "$root/bin/$program" "target/release/$program"
 done
+# The second name that the wheel has too.
+ln -s dflash "$root/bin/dflash-train"
 "$dflash" man "$root/share/man/man1" >/dev/null
 completions() { mkdir -p "$root/share/$2"; "$dflash" completions "$1" >"$root/share/$2/$3"; }
 completions bash bash-completion/completions dflash

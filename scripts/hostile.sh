@@ -62,7 +62,7 @@ thrown_off() { # DIRECTORY OF THE DEMO
   dir=$(mktemp -d)
   said=$(target/release/dflash train --target "$1/target" --data-path "$1/data" --colocate \
     --save-path "$dir/run" --num-layers 1 --block-size 4 --target-layer-ids 1 2 3 --total-seq-len 512 \
-    --anchors-per-sequence 8 --max-steps 30 --lr 10 --scheduler-type wsd --decay-ratio 0 2>&1)
+    --anchors-per-sequence 8 --max-steps 30 --lr 10 --allow-any-lr --scheduler-type wsd --decay-ratio 0 2>&1)
   local status=$?
   rm -rf "$dir"
   if [ "$status" -eq 1 ] && grep -q "the run has diverged: at step 30" <<<"$said"; then

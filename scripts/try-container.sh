@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the container image for a CPU and runs the doctor and the demo in it.
+# Builds the container image for a CPU from the wheel in dist/ and runs the doctor and the demo in it, as the
+# image's user.
 #
 # ENGINE is podman, docker or buildah; default: the first that works. buildah needs no daemon, and with
-# BUILDAH_ISOLATION=chroot no namespaces. If none works, the script checks what is possible without one:
-# that files for COPY exist, that hadolint (if installed) has no complaints, and with CLEAN=1 the commands of
-# the build stage, except apt-get, in a clean clone, and the doctor and the demo of the result. Either
-# takes as long as a first build.
+# BUILDAH_ISOLATION=chroot no namespaces. BASE names another base image. If none works, the script checks what
+# is possible without one: that files for COPY exist, that hadolint (if installed) has no complaints, and that
+# the commands of the first stage, except apt-get, make a prefix where the doctor and the demo run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/try.sh
@@ -27,23 +27,26 @@ main() {
   else
     echo "skipped: hadolint is not installed"
   fi
-  if [ -n "${CLEAN:-}" ]; then run_build_stage; else echo "skipped: the commands of the build stage (CLEAN=1 runs them)"; fi
+  run_first_stage
 }
 
 build_and_run() {
-  "$1" build -f Containerfile -t dflash-try .
-  local run=("$1" run --rm dflash-try)
+  "$1" build -f Containerfile ${BASE:+--build-arg "BASE=$BASE"} -t dflash-try .
+  local run=("$1" run --rm --entrypoint "" dflash-try)
   if [ "$1" = buildah ]; then
     local container
     container=$(buildah from dflash-try)
     # buildah's containers have names, and its run knows no entrypoint.
     # shellcheck disable=SC2064  # the name is wanted as it is now
     trap "buildah rm '$container' >/dev/null; rm -rf '$scratch'" EXIT
-    run=(buildah run "$container" -- dflash)
+    run=(buildah run "$container" --)
   fi
-  "${run[@]}" doctor --offline
-  "${run[@]}" demo --quick | grep 'acceptance length'
-  echo "container: doctor and demo are fine"
+  [ "$("${run[@]}" id -u)" = 1000 ] || fail "the image does not run as its own user"
+  local program
+  for program in dflash dflash-train; do "${run[@]}" "$program" doctor --offline; done
+  # Writes in the working directory.
+  "${run[@]}" dflash demo --quick | grep 'acceptance length'
+  echo "container: user, doctor and demo are fine"
 }
 
 # Sources of COPY from the build's context.
@@ -52,24 +55,22 @@ check_copies() {
   sources=$(sed -n '/--from=/d; s/^COPY \(.*\) [^ ]*$/\1/p' Containerfile)
   [ -n "$sources" ] || fail "the Containerfile copies nothing"
   for source in $sources; do
-    [ -e "$source" ] || fail "COPY takes $source, which is not there"
+    compgen -G "$source" >/dev/null || fail "COPY takes $source, which is not there; run 'make wheel'"
   done
   echo "container: what COPY takes is there"
 }
 
-# Commands of the build stage's RUN lines, joined, without those of the distribution.
-build_commands() {
-  sed -n '/ AS build$/,/^FROM/p' Containerfile | sed -e ':join' -e '/\\$/{N;s/\\\n//;b join' -e '}' |
+# Commands of the first stage's RUN lines, joined, without those of the distribution.
+first_stage() {
+  sed -n '/ AS install$/,/^FROM/p' Containerfile | sed -e '/^#/d' -e ':join' -e '/\\$/{N;s/\\\n//;b join' -e '}' |
     sed -n 's/^RUN //p' | grep -v '^apt-get'
 }
 
-run_build_stage() {
-  git clone --quiet . "$scratch/src"
+run_first_stage() {
   local prefix=$scratch/prefix
-  build_commands | sed "s|/prefix|$prefix|g" >"$scratch/commands"
-  [ "$(wc -l <"$scratch/commands")" -ge 3 ] || fail "the build stage has too few commands"
-  (cd "$scratch/src" && env -u DFLASH_LIBTORCH -u LIBTORCH bash -euxo pipefail "$scratch/commands")
-  LIBTORCH_GIVEN=$prefix/lib/libtorch/torch
+  first_stage | sed "s|/opt/dflash|$prefix|g; s|/dist/|$PWD/dist/|g" >"$scratch/commands"
+  [ "$(wc -l <"$scratch/commands")" -ge 3 ] || fail "the first stage has too few commands"
+  CUDA=0 bash -euxo pipefail "$scratch/commands"
   try_programs "the image's files" "$prefix/bin" "$prefix"
 }
 

@@ -16,9 +16,10 @@ alone() {
     ${LIBTORCH_GIVEN:+DFLASH_LIBTORCH="$LIBTORCH_GIVEN"} "$@")
 }
 
+# must_miss_libtorch BIN [PROGRAM]
 must_miss_libtorch() {
   local said status=0
-  said=$(alone "$1" dflash doctor --offline 2>&1) || status=$?
+  said=$(alone "$1" "${2:-dflash}" doctor --offline 2>&1) || status=$?
   [ "$status" -eq 1 ] || fail "the doctor ended with $status without libtorch: $said"
   grep -q '^MISSING *libtorch' <<<"$said" || fail "the doctor does not miss libtorch: $said"
   grep -q 'pip install torch==2.11' <<<"$said" || fail "the doctor names no remedy: $said"
@@ -28,6 +29,10 @@ must_miss_libtorch() {
 try_programs() {
   local name=$1 bin=$2 lib=$3 doctor began=$SECONDS
   alone "$bin" dflash --version
+  alone "$bin" dflash-train --version
+  alone "$bin" dflash recipes "$scratch/files" >/dev/null
+  [ -s "$scratch/files/data/sharegpt_sample.json" ] && [ -x "$scratch/files/recipes/run.sh" ] ||
+    fail "$name: dflash recipes wrote no sample or no recipes"
   doctor=$(alone "$bin" dflash doctor --offline) || fail "$name: the doctor says: $doctor"
   grep -qE "^ok +libtorch +2\.11\.[^ ]* at $(realpath "$lib")/" <<<"$doctor" ||
     fail "$name: libtorch is not that of $lib: $doctor"

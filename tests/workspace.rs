@@ -22,6 +22,8 @@ mod http;
 mod hub_server;
 #[path = "workspace/levels.rs"]
 mod levels;
+#[path = "workspace/mistakes.rs"]
+mod mistakes;
 #[path = "workspace/newcomer.rs"]
 mod newcomer;
 #[path = "workspace/pipeline.rs"]

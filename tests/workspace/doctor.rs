@@ -166,5 +166,9 @@ fn every_command_has_a_man_page() {
         assert!(page(&name).contains(&format!(".TH {}", name.to_uppercase())), "{name}");
     }
     assert!(page("dflash-train").contains("\\-\\-max\\-steps"));
+    for section in ["EXAMPLES", "EXIT STATUS", "ENVIRONMENT"] {
+        assert!(page("dflash-eval").contains(section), "{section}");
+    }
+    assert!(!page("dflash-eval").contains("EXTRA"));
     assert!(!made.contains("engine-info"), "{made}");
 }

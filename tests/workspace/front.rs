@@ -1,6 +1,9 @@
 //! The front program: help, exit codes, and what it says when libtorch is missing.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -27,6 +30,7 @@ fn every_command_has_its_help_without_libtorch() {
         "serve",
         "demo",
         "doctor",
+        "recipes",
         "completions",
         "man",
         "demo-target",
@@ -35,6 +39,66 @@ fn every_command_has_its_help_without_libtorch() {
         let help = bare(&[command, "--help"]).ok().stdout;
         assert!(help.contains(&format!("Usage: dflash {command}")), "{help}");
     }
+}
+
+/// Runs the program as the wheel's second name starts it.
+fn second_name(args: &str) -> Finished {
+    run(Command::new(path()).arg0("/env/bin/dflash-train").args(args.split_whitespace()))
+}
+
+#[test]
+fn help_and_usage_show_the_name_that_was_typed() {
+    let check = |args: &str, expect: &str| {
+        let finished = second_name(args);
+        let said = format!("{}{}", finished.stdout, finished.stderr);
+        assert!(said.contains(expect), "{expect:?} is not in {said}");
+    };
+    check("--help", "Usage: dflash-train [OPTIONS] <COMMAND>");
+    check("--help", "`dflash-train COMMAND --help` explains each flag");
+    check("generate --help", "Example: dflash-train generate --target");
+    check("train --no-such-flag", "Usage: dflash-train train");
+    check("eval --target x", "Usage: dflash-train eval");
+    check("completions bash", "-o default dflash-train\n");
+    assert!(dflash("--help").stdout.contains("Usage: dflash [OPTIONS] <COMMAND>"));
+}
+
+/// Files of `dir` in the source tree, by name.
+fn files_of(dir: &str) -> Vec<String> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(dir);
+    let entries = fs::read_dir(dir).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn the_program_carries_every_recipe_and_the_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("new");
+    let write = || run(Command::new(path()).arg("recipes").arg(&target)).ok();
+    let written = write();
+    let mut paths = vec!["data/sharegpt_sample.json".to_owned()];
+    paths.extend(files_of("recipes").into_iter().map(|name| format!("recipes/{name}")));
+    assert_eq!(written.stdout.lines().count(), paths.len(), "{}", written.stdout);
+    for name in &paths {
+        let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
+        assert!(fs::read(target.join(name)).unwrap() == fs::read(tree).unwrap(), "{name}");
+        assert!(written.stdout.contains(&format!("{name}\n")), "{name} in {}", written.stdout);
+    }
+    let mode = fs::metadata(target.join("recipes/run.sh")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o755);
+    assert!(written.stderr.is_empty(), "{}", written.stderr);
+
+    fs::write(target.join("recipes/tiny-cpu.toml"), "mine").unwrap();
+    let again = write();
+    assert!(again.stderr.contains("tiny-cpu.toml is there with other content"), "{}", again.stderr);
+    assert_eq!(fs::read_to_string(target.join("recipes/tiny-cpu.toml")).unwrap(), "mine");
+}
+
+#[test]
+fn recipes_that_cannot_be_written_name_the_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("data"), "a file").unwrap();
+    let finished = run(Command::new(path()).arg("recipes").arg(dir.path()));
+    assert!(finished.fault().contains("/data"), "{finished:?}");
 }
 
 #[test]

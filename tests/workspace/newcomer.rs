@@ -127,9 +127,6 @@ fn figures(eval: &Value) -> Vec<String> {
 #[test]
 fn a_newcomer_gets_a_drafter_from_the_sample_that_we_ship() {
     let (_dir, dir) = scratch();
-    fs::create_dir(format!("{dir}/data")).unwrap();
-    let sample = "data/sharegpt_sample.json";
-    fs::copy(root().join(sample), format!("{dir}/{sample}")).unwrap();
     let hub = HubServer::start();
     let finished = follow(&dir, &[], &hub);
     check_results(&dir, &finished, &hub);

@@ -5,6 +5,11 @@
 //! 127.0.0.1 while it is open (DNS rebinding). So a server that listens on loopback only answers
 //! only to loopback's own names, and a request with an `Origin`, which browsers send and other
 //! clients do not, is answered only for origins that the server's owner has listed.
+//!
+//! A server's own page has the origin that the request's `Host` names. That alone proves nothing: a
+//! page whose name was made to resolve to this machine has such an origin too. So the host must be
+//! one that cannot be made to resolve elsewhere: a loopback name, an IP address, the name that the
+//! server was told to listen on, or the host of a listed origin.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
@@ -31,6 +36,8 @@ pub struct Guard {
     pub has_key: bool,
     /// The host name that it was told to listen on.
     pub host: String,
+    /// Whether it has a page of its own, which may use it.
+    pub has_page: bool,
     /// Set once the address is known.
     pub listens_on: OnceLock<SocketAddr>,
 }
@@ -38,14 +45,51 @@ pub struct Guard {
 impl Guard {
     /// Whether `host`, the value of a `Host` header, is a loopback name.
     fn is_own(&self, host: &str) -> bool {
-        let name = match host.strip_prefix('[') {
-            Some(rest) => rest.split(']').next().unwrap_or_default(),
-            None => host.split(':').next().unwrap_or_default(),
-        };
-        let name = name.trim_end_matches('.').to_ascii_lowercase();
+        let name = name_in(host).trim_end_matches('.').to_ascii_lowercase();
         name == "localhost"
             || name == self.host.to_ascii_lowercase()
             || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    }
+
+    /// Whether `host` cannot be a foreign page's name that resolves to this machine.
+    fn is_trusted(&self, host: &str) -> bool {
+        let of_origin = |origin: &str| origin.split_once("://").map(|(_, host)| host.to_owned());
+        let is_listed = |allowed: &String| {
+            allowed == "*"
+                || of_origin(allowed.trim_end_matches('/'))
+                    .is_some_and(|listed| listed.eq_ignore_ascii_case(host))
+        };
+        self.is_own(host)
+            || name_in(host).parse::<IpAddr>().is_ok()
+            || self.allowed_origins.iter().any(is_listed)
+    }
+
+    /// Whether `origin` is that of the server's own page, by the request's only host.
+    fn is_own_page(&self, origin: &str, headers: &HeaderMap) -> bool {
+        let mut hosts = headers.get_all(header::HOST).iter();
+        let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
+        let host = host.to_str().unwrap_or_default();
+        self.has_page
+            && self.is_trusted(host)
+            && origin.strip_prefix("http://").is_some_and(|own| own.eq_ignore_ascii_case(host))
+    }
+
+    /// Whether the server's own page may be shown under the request's host.
+    ///
+    /// # Errors
+    /// 403 for a name that another page's owner may have made to resolve to this machine.
+    pub fn check_page(&self, headers: &HeaderMap) -> Result<(), Refusal> {
+        for host in headers.get_all(header::HOST) {
+            let host = host.to_str().unwrap_or("of no readable name");
+            if !self.is_trusted(host) {
+                let host: String = host.chars().take(100).collect();
+                let message = format!(
+                    "this page is not shown under the host {host:?}; open it by localhost or an IP address, or start the server with --allowed-origins http://{host}"
+                );
+                return Err(Refusal::new(StatusCode::FORBIDDEN, message));
+            }
+        }
+        Ok(())
     }
 
     fn check_host(&self, headers: &HeaderMap) -> Result<(), Refusal> {
@@ -66,7 +110,8 @@ impl Guard {
         Ok(())
     }
 
-    /// The origin of a page that may use the server; `None` if the request has no origin.
+    /// The origin of another page that may use the server; `None` if the request has no origin, or
+    /// comes from the server's own page.
     fn check_origin(&self, headers: &HeaderMap) -> Result<Option<HeaderValue>, Refusal> {
         let Some(origin) = headers.get(header::ORIGIN) else { return Ok(None) };
         let text = origin.to_str().unwrap_or_default();
@@ -76,9 +121,20 @@ impl Guard {
         if self.allowed_origins.iter().any(is_allowed) {
             return Ok(Some(origin.clone()));
         }
+        if self.is_own_page(text, headers) {
+            return Ok(None);
+        }
         let text: String = text.chars().take(100).collect();
         let message = format!("pages of the origin {text:?} may not use this server");
         Err(Refusal::new(StatusCode::FORBIDDEN, message))
+    }
+}
+
+/// The name or address in the value of a `Host` header.
+fn name_in(host: &str) -> &str {
+    match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => host.split(':').next().unwrap_or_default(),
     }
 }
 
@@ -195,6 +251,59 @@ mod tests {
         check(&["*"], "null", true);
         check(&[], "null", false);
         check(&[], "http://localhost:3000", false);
+    }
+
+    #[test]
+    fn a_servers_own_page_may_use_it_under_hosts_that_are_nobody_elses() {
+        let guard = |allowed: &[&str]| Guard {
+            allowed_origins: allowed.iter().map(|origin| (*origin).to_owned()).collect(),
+            host: "0.0.0.0".into(),
+            has_page: true,
+            listens_on: OnceLock::from("0.0.0.0:8000".parse::<SocketAddr>().unwrap()),
+            ..Guard::default()
+        };
+        let check = |guard: &Guard, host: &str, origin: &str, expect: bool| {
+            let mut both = headers(header::HOST, host);
+            both.insert(header::ORIGIN, origin.parse().unwrap());
+            assert_eq!(guard.check_origin(&both).is_ok(), expect, "{host} {origin}");
+        };
+        let own = guard(&[]);
+        // By another port where the connection is forwarded.
+        check(&own, "localhost:9000", "http://localhost:9000", true);
+        check(&own, "192.168.1.5:8000", "http://192.168.1.5:8000", true);
+        check(&own, "[fd00::1]:8000", "http://[fd00::1]:8000", true);
+        check(&own, "localhost:8000", "http://localhost:3000", false);
+        check(&own, "localhost:8000", "http://127.0.0.1:8000", false);
+        check(&own, "localhost:8000", "https://localhost:8000", false);
+        check(&own, "localhost:8000", "null", false);
+        check(&own, "evil.example:8000", "http://evil.example:8000", false);
+        check(&own, "127.0.0.1.evil.example", "http://127.0.0.1.evil.example", false);
+        let listed = guard(&["http://gpubox:8000"]);
+        check(&listed, "gpubox:8000", "http://gpubox:8000", true);
+        check(&listed, "gpubox:8000", "http://gpubox:9000", false);
+        let without_page = Guard { has_page: false, ..guard(&[]) };
+        check(&without_page, "localhost:8000", "http://localhost:8000", false);
+        let mut two = headers(header::HOST, "evil.example:8000");
+        two.append(header::HOST, "localhost:8000".parse().unwrap());
+        two.insert(header::ORIGIN, "http://localhost:8000".parse().unwrap());
+        assert!(own.check_origin(&two).is_err());
+    }
+
+    #[test]
+    fn a_page_is_not_shown_under_a_foreign_host() {
+        let check = |allowed: &[&str], host: &str, expect: bool| {
+            let allowed_origins = allowed.iter().map(|origin| (*origin).to_owned()).collect();
+            // With a key the requests of other hosts are answered; the page is not.
+            let guard = Guard { allowed_origins, has_key: true, ..Guard::default() };
+            assert_eq!(guard.check_page(&headers(header::HOST, host)).is_ok(), expect, "{host}");
+        };
+        check(&[], "localhost:8000", true);
+        check(&[], "10.0.0.7:8000", true);
+        check(&[], "evil.example:8000", false);
+        check(&[], "", false);
+        check(&["https://chat.example/"], "chat.example", true);
+        check(&["https://chat.example"], "chat.example.evil", false);
+        check(&["*"], "gpubox", true);
     }
 
     #[test]

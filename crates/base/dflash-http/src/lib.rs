@@ -3,7 +3,8 @@
 //! A [`Server`] listens before its model is loaded and shuts down in order; [`Connections`] closes
 //! connections of slow clients; [`Admission`] bounds the requests in flight and makes others wait
 //! in line for a while; a [`Guard`] keeps web pages out; [`Refusal`] is an error reply in the shape
-//! that OpenAI-compatible clients read. There is no model and no route here.
+//! that OpenAI-compatible clients read; [`Page`] is the frame and [`PAGE_STYLE`] the style of every HTML
+//! page. There is no model and no route here.
 
 mod access;
 mod admission;
@@ -11,6 +12,7 @@ mod body;
 mod connections;
 mod count;
 mod guard;
+mod page;
 mod refusal;
 mod server;
 
@@ -20,5 +22,6 @@ pub use body::{Bodies, BodyFault, Received, announced_length, drain, read_body};
 pub use connections::{Client, Connections, watch};
 pub use count::Count;
 pub use guard::{Guard, guard, says_json};
+pub use page::{PAGE_STYLE, Page, escape, source};
 pub use refusal::Refusal;
 pub use server::{Error, Listening, Server};

@@ -10,13 +10,26 @@ pub enum Error {
     /// A name that is neither a directory nor a valid name on the Hub.
     #[error(
         "the {model} {name}: no such directory, and not a name on the Hub (OWNER/NAME or \
-         OWNER/NAME@REVISION)"
+         OWNER/NAME@REVISION){}",
+        .guess.as_ref().map_or_else(String::new, |guess| format!("; did you mean {guess}?"))
     )]
     NoDirectory {
         /// Target or draft.
         model: &'static str,
         /// The name as given.
         name: String,
+        /// The name on the Hub that it is probably short for.
+        guess: Option<String>,
+    },
+    /// A path or a repository that is something else than the model it is given as.
+    #[error("the {model} {name} {is}")]
+    Misnamed {
+        /// Target or draft.
+        model: &'static str,
+        /// The name as given.
+        name: String,
+        /// What it is.
+        is: Misnamed,
     },
     /// The Hub or the cache has no answer.
     #[error("cannot fetch {what}{from}: {reason}; {instead}")]
@@ -93,6 +106,64 @@ pub enum Error {
     /// The run was told to stop.
     #[error("interrupted")]
     Interrupted,
+}
+
+/// What was given as a target or a draft and is neither, and what to pass.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Misnamed {
+    /// A file.
+    #[error(
+        "is a file, and a model is a directory (config.json, model.safetensors, tokenizer.json)"
+    )]
+    File,
+    /// llama.cpp's form of a target.
+    #[error(
+        "is llama.cpp's form of a model (GGUF), which dflash does not run; pass the Hugging Face model that \
+         it was made from: its directory or OWNER/NAME"
+    )]
+    GgufTarget,
+    /// llama.cpp's form of a draft.
+    #[error(
+        "is llama.cpp's form of a drafter (GGUF), which only llama.cpp runs; pass the checkpoint that it was \
+         exported from: a directory with config.json and model.safetensors"
+    )]
+    GgufDraft,
+    /// A DFlash drafter where a target is needed.
+    #[error(
+        "is a DFlash drafter, not a target: --target and --draft look swapped; a target is the model that the \
+         drafter proposes for"
+    )]
+    DraftAsTarget,
+    /// A drafter of another kind where a target is needed.
+    #[error("is {name}, not a target; pass the model that it proposes for")]
+    OtherDraftAsTarget {
+        /// Its kind, with an article.
+        name: String,
+    },
+    /// A drafter of another kind.
+    #[error(
+        "is {name}, and dflash reads DFlash drafters only (a config.json with dflash_config, or speculators' \
+         of the algorithm dflash)"
+    )]
+    OtherDraft {
+        /// Its kind, with an article.
+        name: String,
+    },
+    /// A drafter of z-lab's first release.
+    #[error(
+        "is a DFlash drafter of an early release: its config.json has no dflash_config, which says the mask \
+         token and the target's layers; fetch the drafter's present revision, or train anew"
+    )]
+    EarlyDraft,
+    /// A whole model where a drafter is needed.
+    #[error(
+        "is a language model of its own ({name}), not a drafter: --target and --draft look swapped, or the \
+         drafter's directory is meant"
+    )]
+    TargetAsDraft {
+        /// Its architecture.
+        name: String,
+    },
 }
 
 /// Why something cannot be fetched.

@@ -11,7 +11,9 @@ use dflash_settings::shown_endpoint;
 use crate::client::Session;
 use crate::error::{Error, Reason};
 use crate::name::Name;
+use crate::owner::with_owner;
 use crate::part::Part;
+use crate::recognise;
 
 /// How often a download checks the stop flag.
 const STOP_POLL: Duration = Duration::from_millis(100);
@@ -38,6 +40,11 @@ pub struct Split {
     pub split: String,
 }
 
+/// The directory that the official clients keep repositories in, as the environment names it.
+pub fn cache_dir() -> PathBuf {
+    hf_hub::resolve_cache_dir()
+}
+
 impl Hub {
     /// The Hub as the environment describes it; `HF_HUB_OFFLINE` is parsed as in the official
     /// Python client.
@@ -51,14 +58,27 @@ impl Hub {
     /// The directory with `part` of the model `name`: a local one, or fetched into the cache.
     ///
     /// # Errors
-    /// [`Error::NoDirectory`], [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
+    /// [`Error::NoDirectory`], [`Error::Misnamed`], [`Error::Fetch`] or, once `stop` is set,
+    /// [`Error::Interrupted`].
     pub fn model(&self, name: &str, part: Part, stop: &AtomicBool) -> Result<PathBuf, Error> {
         let path = Path::new(name);
-        if path.is_dir() {
-            return Ok(path.to_path_buf());
+        let dir =
+            if path.is_dir() { path.to_path_buf() } else { self.fetched_model(name, part, stop)? };
+        match recognise::directory(&dir, part) {
+            None => Ok(dir),
+            Some(is) => Err(Error::Misnamed { model: part.model(), name: name.to_owned(), is }),
+        }
+    }
+
+    fn fetched_model(&self, name: &str, part: Part, stop: &AtomicBool) -> Result<PathBuf, Error> {
+        let (model, path) = (part.model(), Path::new(name));
+        if path.is_file() {
+            let is = recognise::file(path, part);
+            return Err(Error::Misnamed { model, name: name.to_owned(), is });
         }
         let Some(repository) = Name::parse(name) else {
-            return Err(Error::NoDirectory { model: part.model(), name: name.to_owned() });
+            let guess = with_owner(name);
+            return Err(Error::NoDirectory { model, name: name.to_owned(), guess });
         };
         self.fetch(name, stop, &async |session: Session| session.model(repository, part).await)?
             .map_err(|reason| {
@@ -69,21 +89,23 @@ impl Hub {
     /// The Parquet files of `split`, in order.
     ///
     /// They come from the Hub's own conversion, so that each repository's layout does not matter.
+    /// `instead` says what works without the Hub.
     ///
     /// # Errors
     /// [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
-    pub fn split(&self, split: &Split, stop: &AtomicBool) -> Result<Vec<PathBuf>, Error> {
+    pub fn split(
+        &self,
+        split: &Split,
+        instead: &'static str,
+        stop: &AtomicBool,
+    ) -> Result<Vec<PathBuf>, Error> {
         let Split { repo, config, split } = split;
         self.fetch(repo, stop, &async |session: Session| {
             let name = Name::parse(repo).filter(|name| name.revision.is_none());
             let name = name.ok_or(Reason::UnknownRepository)?;
             session.split(name, config, split).await
         })?
-        .map_err(|reason| {
-            let instead = "local files work too: --data PATH.jsonl (or .json, .parquet, or a \
-                           directory of them)";
-            self.failed(format!("the dataset {repo}"), reason, instead)
-        })
+        .map_err(|reason| self.failed(format!("the dataset {repo}"), reason, instead))
     }
 
     /// One file of the dataset `repo`, for datasets that the Hub does not convert.

@@ -11,12 +11,14 @@ mod error;
 mod hub;
 mod login;
 mod name;
+mod owner;
 mod part;
 mod progress;
 mod push;
+mod recognise;
 
-pub use error::{Error, Reason};
-pub use hub::{Hub, Split};
+pub use error::{Error, Misnamed, Reason};
+pub use hub::{Hub, Split, cache_dir};
 pub use login::Login;
 pub use name::is_repository;
 pub use part::Part;

@@ -49,6 +49,11 @@ impl Part {
         }
     }
 
+    /// Whether it is of a draft.
+    pub(crate) fn is_draft(self) -> bool {
+        self == Self::Draft
+    }
+
     /// The name of this part of `repository` in messages.
     pub(crate) fn of(self, repository: &str) -> String {
         match self {

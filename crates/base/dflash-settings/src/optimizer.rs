@@ -12,6 +12,9 @@ use crate::warmup::Warmup;
 /// early on, and language-model recipes use this value (GPT-3, LLaMA, OLMo).
 pub(crate) const DEFAULT_BETAS: [f64; 2] = [0.9, 0.95];
 
+/// Adam moves a weight by about the learning rate a step, and weights are below 1: beyond this the first step
+/// destroys them. Recipes lie between 1e-5 and 1e-2, Muon's up to 0.1.
+const MOST_SENSIBLE_RATE: f64 = 1.0;
 /// Beyond this even small rates flip the sign of weights.
 const MOST_DECAY: f64 = 1e6;
 /// A norm that clips nothing: sums of squares in float32 overflow before.
@@ -25,6 +28,11 @@ pub struct OptimizerSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR", default_value_t = 6e-4))]
     #[setting(compared, recipe)]
     pub lr: f64,
+    /// Accept learning rates above 1, with which a run diverges, for tests of that.
+    #[cfg_attr(feature = "clap", arg(long, hide = true))]
+    #[serde(default)]
+    #[setting(free)]
+    pub allow_any_lr: bool,
     /// Learning-rate schedule after the warm-up.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SchedulerType::Cosine))]
     #[setting(compared, recipe)]
@@ -104,6 +112,22 @@ impl OptimizerSettings {
         Err(Invalid::new("adam_betas", betas.join(","), expected))
     }
 
+    /// Refuses a rate that looks like a slip of the pen, such as 6e4 for 6e-4, before hours are spent on it.
+    fn check_rates(&self) -> Result<(), Invalid> {
+        let rates = [("lr", self.lr), ("muon_lr", self.muon_lr.unwrap_or_default())];
+        let absurd = rates.into_iter().find(|(_, rate)| *rate > MOST_SENSIBLE_RATE);
+        match absurd.filter(|_| !self.allow_any_lr) {
+            Some((key, rate)) => {
+                let expected = format!(
+                    "with a rate above {MOST_SENSIBLE_RATE} a run diverges in its first steps; the default \
+                     is 6e-4 (is a minus sign missing?). --allow-any-lr trains with it all the same"
+                );
+                Err(Invalid::new(key, rate, expected))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// # Errors
     /// A number out of its range, or one without effect given another setting.
     pub fn check(&self) -> Result<(), Invalid> {
@@ -113,6 +137,7 @@ impl OptimizerSettings {
             ("adam_epsilon", self.adam_epsilon.unwrap_or(1.0), MOST_RATE),
             ("max_grad_norm", self.max_grad_norm, MOST_NORM),
         ])?;
+        self.check_rates()?;
         shares([("min_lr_ratio", self.min_lr_ratio), ("decay_ratio", self.decay_ratio)])?;
         self.check_betas()?;
         within([("max_bad_steps", self.max_bad_steps, 1..=MOST_STEPS)])?;

@@ -189,7 +189,13 @@ impl PlanSettings {
             (Some(_), None) => return Err(needs("rows", "mean_length")),
             (None, Some(_)) => return Err(needs("mean_length", "rows")),
             (None, None) if self.data_path.is_none() => {
-                return Err(needs("data_path", "data_path"));
+                let reason = "is needed: a prepared dataset, or in its place --rows N and \
+                              --mean-length TOKENS, which describe one";
+                return Err(Invalid {
+                    key: "data_path",
+                    reason: reason.to_owned(),
+                    missing: Some("data_path"),
+                });
             }
             _ => {}
         }

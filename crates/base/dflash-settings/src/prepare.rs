@@ -11,7 +11,7 @@ use crate::check::{Invalid, MOST_ROWS, MOST_THREADS, MOST_TOKENS, positive, with
 pub const DEFAULT_TARGET: &str = "Qwen/Qwen3-8B";
 
 /// The short names of datasets that the field's tools share, and what they stand for.
-pub const DATA_PRESETS: [(&str, &str); 7] = [
+pub const DATA_PRESETS: [(&str, &str); 9] = [
     ("sharegpt", "hf:Aeala/ShareGPT_Vicuna_unfiltered"),
     ("ultrachat", "hf:HuggingFaceH4/ultrachat_200k:train_sft"),
     ("gsm8k", "hf:openai/gsm8k:main:train"),
@@ -19,6 +19,8 @@ pub const DATA_PRESETS: [(&str, &str); 7] = [
     ("open-perfectblend", "hf:mlabonne/open-perfectblend"),
     ("nemotron", "hf:nvidia/Llama-Nemotron-Post-Training-Dataset:SFT:chat"),
     ("codealpaca", "hf:HuggingFaceH4/CodeAlpaca_20K"),
+    ("openorca", "hf:Open-Orca/OpenOrca"),
+    ("dolly", "hf:databricks/databricks-dolly-15k"),
 ];
 
 /// A TB.
@@ -38,7 +40,7 @@ pub struct PrepareSettings {
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: Option<String>,
     /// A .jsonl, .json or .parquet file, a directory of them, a preset (sharegpt, ultrachat,
-    /// gsm8k, magpie, open-perfectblend, nemotron, codealpaca), or
+    /// gsm8k, magpie, open-perfectblend, nemotron, codealpaca, openorca, dolly), or
     /// hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or hf:OWNER/NAME:CONFIG:SPLIT. May be given several times.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE|PRESET", required = true, num_args = 1..))]
     pub data: Vec<String>,

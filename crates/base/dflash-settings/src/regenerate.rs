@@ -37,9 +37,11 @@ pub struct RegenerateSettings {
     #[cfg_attr(feature = "clap", arg(long))]
     #[serde(default)]
     pub allow_other_target: bool,
-    /// Conversations or questions, JSON or JSONL.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
-    pub data: PathBuf,
+    /// Conversations or questions, as `dflash prepare` takes them: a .jsonl, .json or .parquet file, a
+    /// directory of them, a preset (sharegpt, ultrachat, ...), or hf:OWNER/NAME, hf:OWNER/NAME:CONFIG
+    /// or hf:OWNER/NAME:CONFIG:SPLIT. May be given several times.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE|PRESET", required = true, num_args = 1..))]
+    pub data: Vec<String>,
     /// JSONL file to write.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub output: PathBuf,

@@ -19,8 +19,9 @@ const MOST_SEQUENCES: u64 = 4096;
 
 /// Serve a target with its drafter behind OpenAI's HTTP interface.
 ///
-/// POST /v1/chat/completions and /v1/completions, GET /v1/models, /health and /metrics. Requests
-/// are decoded together, each speculatively.
+/// POST /v1/chat/completions and /v1/completions, GET /v1/models, /health and /metrics, and a chat
+/// page at / that shows which tokens the draft got right. Requests are decoded together, each
+/// speculatively.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ServeSettings {
@@ -59,7 +60,7 @@ pub struct ServeSettings {
     )]
     pub api_key: Option<String>,
     /// Origins whose web pages may use the server, such as `https://chat.example`, separated by
-    /// commas; * for all. By default no page may.
+    /// commas; * for all. By default only the server's own page may.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ORIGIN", action = clap::ArgAction::Set, value_delimiter = ','))]
     #[serde(default)]
     pub allowed_origins: Vec<String>,

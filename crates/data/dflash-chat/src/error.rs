@@ -1,7 +1,7 @@
 //! What can be wrong with a row, a data file, a template or a tokenizer.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
@@ -12,6 +12,11 @@ use serde_json::Value;
 pub enum Error {
     #[error("cannot read {path}")]
     Read { path: PathBuf, source: io::Error },
+    #[error(
+        "{path} is encoded in UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {path} > {}",
+        utf8_name(.path)
+    )]
+    Utf16 { path: PathBuf },
     #[error("{path}:{line}: not valid JSON: {reason}; fix or delete the line")]
     Json { path: PathBuf, line: usize, reason: String },
     #[error("{path}:{line}: {found} in a JSON array of rows; is the file cut short?")]
@@ -55,6 +60,12 @@ pub enum Error {
     ReservedVariable { key: String },
     #[error("the tokenizer failed: {reason}")]
     Tokenize { reason: String },
+}
+
+/// `chats.utf8.jsonl` for `chats.jsonl`.
+fn utf8_name(path: &Path) -> String {
+    let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or("jsonl");
+    path.with_extension(format!("utf8.{ending}")).display().to_string()
 }
 
 /// The JSON type of `value`, for messages.

@@ -20,14 +20,15 @@ pub enum Role {
 }
 
 impl Role {
-    /// Reads a role under any of its common names (`human`, `gpt`, `model`, `observation`, ...).
+    /// Reads a role under any of its common names (`human`, `gpt`, `model`, `observation`, ...), in
+    /// upper or lower case.
     ///
     /// # Errors
     /// [`Error::UnknownRole`].
     pub fn parse(name: &str) -> Result<Self, Error> {
         // `chatgpt`, `bing` and `bard` are the model's names in ShareGPT's scrapes; `function_call`
         // and `observation` are LLaMA-Factory's tool turns.
-        match name {
+        match name.to_lowercase().as_str() {
             "system" | "developer" => Ok(Self::System),
             "user" | "human" | "prompter" => Ok(Self::User),
             "assistant" | "gpt" | "model" | "bot" | "chatgpt" | "bing" | "bard"
@@ -57,6 +58,9 @@ pub struct Message {
     /// The tool's or speaker's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
+    /// A turn that is not to be learned, OpenAI's `weight: 0`.
+    #[serde(skip)]
+    pub context_only: bool,
     /// Unknown keys of the row's turn.
     #[serde(skip)]
     pub unknown_keys: Vec<String>,
@@ -72,6 +76,7 @@ impl Message {
             tool_calls: None,
             tool_call_id: None,
             name: None,
+            context_only: false,
             unknown_keys: Vec::new(),
         }
     }
@@ -143,6 +148,7 @@ mod tests {
         let check = |name, role| assert_eq!(Role::parse(name).unwrap(), role, "{name}");
         check("human", Role::User);
         check("gpt", Role::Assistant);
+        check("Assistant", Role::Assistant);
         check("model", Role::Assistant);
         check("developer", Role::System);
         check("observation", Role::Tool);

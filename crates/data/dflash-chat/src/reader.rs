@@ -1,14 +1,19 @@
 //! Rows of a JSON array or JSON Lines file, streamed.
 //!
-//! The file's first character decides: `[` is one array of rows, anything else is one row per line.
+//! Files may be compressed with gzip or Zstandard, whatever they are called. The first character
+//! decides: `[` is one array of rows, anything else is one row per line.
 //! Either way only one row is in memory at a time, and every row knows the line that it starts on.
 //! Splitting and parsing are separate ([`raw_rows`], [`RawRow::parse`]), so that a pool of workers
 //! can parse while one thread reads.
 
+use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use flate2::bufread::MultiGzDecoder;
 use serde_json::Value;
 
 use crate::error::Error;
@@ -53,12 +58,20 @@ fn without_position(error: &serde_json::Error) -> String {
 /// [`Error::Read`] and then ends.
 pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
     let read = |source| Error::Read { path: path.into(), source };
+    let file_bytes = Arc::new(AtomicU64::new(0));
+    let file = Counted { file: File::open(path).map_err(read)?, bytes: Arc::clone(&file_bytes) };
+    let text = decompressed(BufReader::with_capacity(1 << 16, file)).map_err(read)?;
     // 1 MiB: rows of long conversations reach hundreds of KB.
-    let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(read)?);
-    if reader.fill_buf().map_err(read)?.starts_with(BYTE_ORDER_MARK) {
+    let mut reader = BufReader::with_capacity(1 << 20, text);
+    let start = reader.fill_buf().map_err(read)?;
+    if UTF_16.iter().any(|mark| start.starts_with(mark)) {
+        return Err(Error::Utf16 { path: path.into() });
+    }
+    if start.starts_with(BYTE_ORDER_MARK) {
         reader.consume(BYTE_ORDER_MARK.len());
     }
-    let mut rows = RawRows { path: path.into(), reader, line: 1, layout: Layout::Lines };
+    let mut rows =
+        RawRows { path: path.into(), reader, file_bytes, line: 1, layout: Layout::Lines };
     if rows.peek()? == Some(b'[') {
         rows.reader.consume(1);
         rows.layout = Layout::Array { first: true };
@@ -68,6 +81,37 @@ pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
 
 /// Some Windows programs begin UTF-8 files with these bytes.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+/// What UTF-16 files begin with: their own mark, or an ASCII character that JSON begins with.
+const UTF_16: [&[u8]; 6] = [b"\xff\xfe", b"\xfe\xff", b"{\0", b"[\0", b"\0{", b"\0["];
+/// What compressed files begin with.
+const GZIP: &[u8] = b"\x1f\x8b";
+const ZSTANDARD: &[u8] = b"\x28\xb5\x2f\xfd";
+
+/// The text of a file. Concatenated parts, as parallel compressors write them, are all read.
+fn decompressed(mut file: BufReader<Counted>) -> io::Result<Box<dyn Read + Send>> {
+    let start = file.fill_buf()?;
+    if start.starts_with(GZIP) {
+        return Ok(Box::new(MultiGzDecoder::new(file)));
+    }
+    if start.starts_with(ZSTANDARD) {
+        return Ok(Box::new(zstd::stream::read::Decoder::with_buffer(file)?));
+    }
+    Ok(Box::new(file))
+}
+
+/// A file that counts the bytes read from it.
+struct Counted {
+    file: File,
+    bytes: Arc<AtomicU64>,
+}
+
+impl Read for Counted {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.bytes.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
 
 #[derive(Debug)]
 enum Layout {
@@ -80,10 +124,10 @@ enum Layout {
 }
 
 /// Iterator of [`raw_rows`].
-#[derive(Debug)]
 pub struct RawRows {
     path: PathBuf,
-    reader: BufReader<File>,
+    reader: BufReader<Box<dyn Read + Send>>,
+    file_bytes: Arc<AtomicU64>,
     line: usize,
     layout: Layout,
 }
@@ -107,7 +151,18 @@ impl Iterator for RawRows {
     }
 }
 
+impl fmt::Debug for RawRows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RawRows").field("path", &self.path).field("line", &self.line).finish()
+    }
+}
+
 impl RawRows {
+    /// Bytes read from the file so far, compressed if it is.
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes.load(Ordering::Relaxed)
+    }
+
     fn next_line(&mut self) -> Result<Option<RawRow>, Error> {
         loop {
             let mut bytes = Vec::new();

@@ -258,12 +258,17 @@ fn benchmark_turns(turns: &Value) -> Result<Vec<Message>, Error> {
         .collect()
 }
 
+/// A list of turns, or a JSON string that contains one, as in some Parquet files.
 fn turn_list(turns: &Value, field: &str) -> Result<Vec<Message>, Error> {
-    array(turns, field)?.iter().map(|turn| parse_turn(turn, field)).collect()
+    let parsed = turns.as_str().and_then(|text| serde_json::from_str(text).ok());
+    array(parsed.as_ref().unwrap_or(turns), field)?
+        .iter()
+        .map(|turn| parse_turn(turn, field))
+        .collect()
 }
 
 /// Keys of a turn that are read.
-const TURN_KEYS: [&str; 10] = [
+const TURN_KEYS: [&str; 11] = [
     "role",
     "from",
     "content",
@@ -274,6 +279,7 @@ const TURN_KEYS: [&str; 10] = [
     "tool_calls",
     "tool_call_id",
     "name",
+    "weight",
 ];
 
 fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
@@ -297,6 +303,7 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
         tool_calls: list_of(turn, "tool_calls", &format!("{field}[].tool_calls"))?,
         tool_call_id: word(turn, "tool_call_id", field)?,
         name: word(turn, "name", field)?,
+        context_only: weight(turn, field)? == Some(0.0),
         unknown_keys: turn.keys().filter(is_unknown).cloned().collect(),
     })
 }
@@ -312,6 +319,13 @@ fn reasoning_of(turn: &Map<String, Value>, field: &str) -> Result<Option<String>
         }
     }
     Ok(None)
+}
+
+/// How much a turn counts, as OpenAI's fine-tuning files say it: 0 or 1.
+fn weight(turn: &Map<String, Value>, field: &str) -> Result<Option<f64>, Error> {
+    let Some(value) = present(turn, "weight") else { return Ok(None) };
+    let known = value.as_f64().filter(|weight| [0.0, 1.0].contains(weight));
+    known.map(Some).ok_or_else(|| field_type(&format!("{field}[].weight"), "0 or 1", value))
 }
 
 /// A name or id, which some programs write as a number.

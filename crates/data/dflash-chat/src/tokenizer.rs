@@ -4,6 +4,7 @@ mod segments;
 mod special;
 mod spelling;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -54,6 +55,10 @@ pub struct ChatTokenizer {
     template: Option<ChatTemplate>,
     segmenter: Option<Segmenter>,
     special: SpecialIds,
+    /// All tokens that are marked special.
+    specials: HashSet<i64>,
+    /// Where the model's configurations stop generation.
+    ends: Vec<i64>,
     /// How tokens spell their bytes, if that is known.
     spelling: Option<Spelling>,
     dir: PathBuf,
@@ -87,6 +92,8 @@ impl ChatTokenizer {
         Ok(Self {
             segmenter: Segmenter::new(&tokenizer),
             special: SpecialIds::find(&tokenizer, &config),
+            specials: special::special_tokens(&tokenizer),
+            ends: end_ids(model_dir)?,
             spelling: Spelling::of(&tokenizer),
             template,
             tokenizer,
@@ -268,6 +275,17 @@ impl ChatTokenizer {
     pub fn special_ids(&self) -> SpecialIds {
         self.special
     }
+
+    /// Whether a token is marked special: a template's markers are, text never is.
+    pub fn is_special(&self, id: i64) -> bool {
+        self.specials.contains(&id)
+    }
+
+    /// Whether generation stops at a token: `eos_token` of the tokenizer, or `eos_token_id` of
+    /// `generation_config.json` or `config.json`.
+    pub fn ends_answers(&self, id: i64) -> bool {
+        self.special.eos == Some(id) || self.ends.contains(&id)
+    }
 }
 
 /// The information in tokenizer_config.json of `dir` about a tokenizer without tokenizer.json, for
@@ -290,6 +308,22 @@ pub fn added_tokens(dir: &Path, rows: i64) -> Result<(SpecialIds, Vec<(i64, Stri
         None => is_tiktoken.then(|| (id, format!("<|reserved_token_{id}|>"))),
     });
     Ok((SpecialIds::of_config(&config, &named), added.collect()))
+}
+
+/// `eos_token_id`, a number or a list of them, of the model's configurations.
+fn end_ids(dir: &Path) -> Result<Vec<i64>, Error> {
+    let mut ids = Vec::new();
+    for file in ["generation_config.json", "config.json"] {
+        let path = dir.join(file);
+        let Some(text) = read_optional(&path)? else { continue };
+        let config: Value =
+            serde_json::from_str(&text).map_err(|source| Error::ModelJson { path, source })?;
+        for value in [&config["eos_token_id"], &config["text_config"]["eos_token_id"]] {
+            ids.extend(value.as_i64());
+            ids.extend(value.as_array().into_iter().flatten().filter_map(Value::as_i64));
+        }
+    }
+    Ok(ids)
 }
 
 fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {

@@ -1,12 +1,18 @@
 //! Loss masks by render boundary.
 //!
-//! Before the assistant turn j the target sees the conversation rendered with the generation prompt
-//! (P); the full render (F) adds what it has then written. So the part of F after P is supervised.
-//! This works for any template, without knowing its markers. Two complications:
+//! Before assistant turn j a server shows the target the conversation rendered with the generation
+//! prompt (P). The full render (F) appends what the target then wrote, so the part of F after P is
+//! supervised: the answer's text and its end of turn, but not the white space that a template puts
+//! behind the end of turn. This works for any template without knowing its markers. Three
+//! complications:
 //!
-//! - Some generation prompts open something that a recorded answer does not repeat (an empty
-//!   `<think>`). P is then not a prefix of F, and their common prefix counts as the prompt,
-//!   provided that it covers the history.
+//! - F may not start with P: some generation prompts open and close an empty reasoning block that
+//!   recorded answers do not repeat, and some templates render the history differently once the
+//!   answer is there. The answer is then found by its own text ([`find_answer`]) and appended to P,
+//!   which is the context that a server shows. Only where P leaves a reasoning block open, which the
+//!   recorded answer does not close, does the answer keep the context that F gives it.
+//! - Some templates print the end of a turn with the next turn only (GLM: `<|user|>`). It is
+//!   supervised too, and after the last turn it is appended to the render.
 //! - Some templates rewrite history (they drop earlier reasoning): each turn then needs its own
 //!   sample. If every F is a prefix of the next, one sample with several spans is equivalent.
 
@@ -16,7 +22,8 @@ use dflash_chat::{ChatTokenizer, Conversation, Error, Message, Role, SegmentCach
 use dflash_data::Sample;
 use serde_json::Value;
 
-use crate::outcome::DropReason;
+use crate::answer::{Renders, find_answer, lacks_reasoning, with_other_answer};
+use crate::outcome::{Answers, DropReason};
 
 /// Why a conversation gives no samples.
 #[derive(Debug)]
@@ -40,12 +47,20 @@ pub struct Rows {
     pub samples: Vec<Sample>,
     /// Assistant turns of tool calls that the template does not print. They are context only.
     pub unprinted_calls: usize,
+    /// How the answers were found.
+    pub answers: Answers,
 }
 
-/// One assistant turn: the full render and where its answer starts.
+/// One assistant turn: its render and the span of its answer.
 struct Turn {
     full: Vec<i64>,
-    boundary: usize,
+    answer: Range<usize>,
+}
+
+/// A render as text and as token ids.
+struct Render {
+    text: String,
+    ids: Vec<i64>,
 }
 
 /// The samples of a conversation: one if every turn's render continues the previous one's,
@@ -67,12 +82,13 @@ pub fn conversation_rows(
         return Err(Refusal::Dropped(DropReason::Empty));
     }
     let longest = seq_length.saturating_add(1);
-    let mut renderer = Renderer { tokenizer, conversation, cache, longest, is_cut: false };
+    let answers = Answers::default();
+    let mut renderer = Renderer { tokenizer, conversation, cache, longest, is_cut: false, answers };
     let mut turns = Turns::new(longest);
     let mut unprinted_calls = 0;
     let within_reach = within_reach(conversation, seq_length);
     for (index, message) in conversation.messages.iter().enumerate() {
-        if index == 0 || message.role != Role::Assistant {
+        if index == 0 || message.role != Role::Assistant || message.context_only {
             continue;
         }
         if turns.reach_end {
@@ -91,7 +107,8 @@ pub fn conversation_rows(
     if turns.is_empty() && unprinted_calls == 0 {
         return Err(Refusal::Dropped(DropReason::NoAnswer));
     }
-    Ok(Rows { samples: turns.into_samples(), unprinted_calls })
+    let answers = renderer.answers;
+    Ok(Rows { samples: turns.into_samples(), unprinted_calls, answers })
 }
 
 /// How many messages start within the text that can fill `seq_length` tokens.
@@ -121,30 +138,109 @@ struct Renderer<'a> {
     longest: usize,
     /// Whether a render was longer.
     is_cut: bool,
+    answers: Answers,
 }
 
 impl Renderer<'_> {
     fn turn(&mut self, index: usize) -> Result<Turn, Refusal> {
-        let mut prompt = self.ids(index, true)?;
-        let mut full = self.ids(index + 1, false)?;
-        self.cut([&mut prompt, &mut full]);
-        if full.starts_with(&prompt) {
-            return Ok(Turn { full, boundary: prompt.len() });
+        let messages = self.conversation.messages.as_slice();
+        let mut prompt = self.render(&messages[..index], true)?;
+        let mut full = self.render(&messages[..=index], false)?;
+        self.cut([&mut prompt.ids, &mut full.ids]);
+        let (mut ids, boundary) = if full.ids.starts_with(&prompt.ids) {
+            self.answers.after_prompt += 1;
+            (full.ids.clone(), prompt.ids.len())
+        } else {
+            self.found_by_text(index, &prompt, &full)?
+        };
+        let mut end = self.end_of_turn(&ids[boundary..]).map(|length| boundary + length);
+        if end.is_none() && !self.is_cut {
+            ids.extend(self.end_in_next_turn(index, &full.text)?);
+            end = self.end_of_turn(&ids[boundary..]).map(|length| boundary + length);
         }
-        let boundary = prompt.iter().zip(&full).take_while(|(a, b)| a == b).count();
-        let mut history = self.ids(index, false)?;
-        self.cut([&mut history, &mut full]);
-        if boundary < history.len() || !full.starts_with(&history) {
-            return Err(Refusal::Dropped(DropReason::UnstableTemplate));
-        }
-        Ok(Turn { full, boundary })
+        self.answers.without_end += u64::from(end.is_none() && !self.is_cut);
+        Ok(Turn { answer: boundary..end.unwrap_or(ids.len()), full: ids })
     }
 
-    /// Token ids of the first `turns` messages.
-    fn ids(&mut self, turns: usize, add_generation_prompt: bool) -> Result<Vec<i64>, Error> {
-        let messages = &self.conversation.messages[..turns];
+    /// The row of a turn whose render does not start with its generation prompt, and where the
+    /// answer starts in it.
+    fn found_by_text(
+        &mut self,
+        index: usize,
+        prompt: &Render,
+        full: &Render,
+    ) -> Result<(Vec<i64>, usize), Refusal> {
+        let messages = self.conversation.messages.as_slice();
+        let asked = messages[index - 1].content.as_str().unwrap_or_default();
+        let other = self.text(&with_other_answer(&messages[..=index]), false).ok();
+        let found = other.and_then(|other| {
+            let (full, prompt) = (full.text.as_str(), prompt.text.as_str());
+            find_answer(Renders { full, other: &other, prompt, asked })
+        });
+        let Some(found) = found else {
+            return Err(Refusal::Dropped(DropReason::AnswerNotFound));
+        };
+        let answer = &full.text[found.answer..];
+        if !lacks_reasoning(&prompt.text, answer) {
+            let joined = format!("{}{answer}", prompt.text);
+            let mut ids = self.encode(&joined)?;
+            let mut context = prompt.ids.clone();
+            self.cut([&mut context, &mut ids]);
+            self.answers.in_server_context += 1;
+            let boundary = common_length(&ids, &context);
+            return Ok((ids, boundary));
+        }
+        let mut ids = full.ids.clone();
+        let mut context = self.encode(&full.text[..found.own_context])?;
+        self.cut([&mut context, &mut ids]);
+        self.answers.in_own_context += 1;
+        let boundary = common_length(&ids, &context);
+        Ok((ids, boundary))
+    }
+
+    /// Tokens of an answer up to the first that ends generation, or else up to its last special
+    /// token if only white space follows that.
+    fn end_of_turn(&self, answer: &[i64]) -> Option<usize> {
+        if let Some(end) = answer.iter().position(|&id| self.tokenizer.ends_answers(id)) {
+            return Some(end + 1);
+        }
+        let end = 1 + answer.iter().rposition(|&id| self.tokenizer.is_special(id))?;
+        self.is_white_space(&answer[end..]).then_some(end)
+    }
+
+    /// The end of a turn that the template prints with the next one, as GLM's `<|user|>`: the
+    /// tokens up to the first that ends generation, if only white space stands before it. After the
+    /// last turn a user's is assumed.
+    fn end_in_next_turn(&mut self, index: usize, full: &str) -> Result<Vec<i64>, Error> {
+        let messages = self.conversation.messages.as_slice();
+        let next = Message::text(Role::User, "x");
+        let next = messages.get(index + 1).unwrap_or(&next);
+        let longer: Vec<Message> = messages[..=index].iter().chain([next]).cloned().collect();
+        // A template may refuse this; turns of the conversation are rendered for their own sake.
+        let longer = self.text(&longer, false).unwrap_or_default();
+        let mut ids = self.encode(longer.strip_prefix(full).unwrap_or_default())?;
+        let end = ids.iter().position(|&id| self.tokenizer.ends_answers(id));
+        let end = end.filter(|&end| self.is_white_space(&ids[..end]));
+        ids.truncate(end.map_or(0, |end| end + 1));
+        Ok(ids)
+    }
+
+    fn is_white_space(&self, ids: &[i64]) -> bool {
+        self.tokenizer.decode(ids, false).is_ok_and(|text| text.trim().is_empty())
+    }
+
+    fn render(
+        &mut self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<Render, Error> {
         let text = self.text(messages, add_generation_prompt)?;
-        let start = self.tokenizer.encode_start(&text, self.longest, self.cache)?;
+        let ids = self.encode(&text)?;
+        Ok(Render { text, ids })
+    }
+
+    fn encode(&mut self, text: &str) -> Result<Vec<i64>, Error> {
+        let start = self.tokenizer.encode_start(text, self.longest, self.cache)?;
         self.is_cut |= start.is_cut;
         Ok(start.ids)
     }
@@ -176,6 +272,10 @@ impl Renderer<'_> {
     }
 }
 
+fn common_length(one: &[i64], other: &[i64]) -> usize {
+    one.iter().zip(other).take_while(|(a, b)| a == b).count()
+}
+
 /// The turns of a conversation. As long as every render continues the one before, the last is
 /// enough.
 struct Turns {
@@ -205,7 +305,8 @@ impl Turns {
             self.chain.truncate(self.longest);
             turn.full.truncate(self.longest);
         }
-        let span = turn.boundary..turn.full.len();
+        let end = turn.answer.end.min(turn.full.len());
+        let span = turn.answer.start.min(end)..end;
         if self.after.is_empty() && turn.full.starts_with(&self.chain) {
             self.spans.push(span);
             self.chain = turn.full;

@@ -5,6 +5,7 @@
 //! render boundaries, cuts samples to the sequence length, and writes a dataset that appears
 //! complete or not at all. Samples keep the order of the input for any number of workers.
 
+mod answer;
 mod boundary;
 mod error;
 mod model;
@@ -17,5 +18,6 @@ mod source;
 pub use boundary::{Refusal, Rows, conversation_rows};
 pub use dflash_chat::panics_are_caught;
 pub use error::Error;
-pub use outcome::{DropReason, Dropped, Tally};
+pub use outcome::{Answers, DropReason, Dropped, Tally};
 pub use run::{Summary, prepare};
+pub use source::{Input, InputRow};

@@ -1,6 +1,7 @@
 //! What happened to the input rows, counted.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use dflash_chat::NameCounts;
 use dflash_data::Sample;
@@ -28,9 +29,9 @@ pub enum DropReason {
     UnprintedCalls,
     #[error("refused by the chat template")]
     TemplateRefused,
-    /// The renders diverge inside the history, so no boundary can be trusted.
-    #[error("the chat template rewrites history at the answer")]
-    UnstableTemplate,
+    /// What the template prints does not depend on the answer.
+    #[error("an answer that the chat template does not print")]
+    AnswerNotFound,
     #[error("nothing supervised within --seq-length")]
     NothingSupervised,
     #[error("fewer supervised tokens than --minimum-valid-tokens")]
@@ -49,6 +50,50 @@ pub struct Dropped {
     pub first: String,
 }
 
+/// How the answers in the renders were found: each assistant turn counts once in the first three.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Answers {
+    /// The render continues the generation prompt, and the answer is what follows.
+    pub after_prompt: u64,
+    /// The render does not; the answer was found by its text and follows the generation prompt.
+    pub in_server_context: u64,
+    /// The prompt opens reasoning that the answer lacks; the answer keeps the render's context.
+    pub in_own_context: u64,
+    /// Answers whose end of turn the template does not print.
+    pub without_end: u64,
+}
+
+impl Answers {
+    pub(crate) fn absorb(&mut self, later: Self) {
+        self.after_prompt += later.after_prompt;
+        self.in_server_context += later.in_server_context;
+        self.in_own_context += later.in_own_context;
+        self.without_end += later.without_end;
+    }
+
+    /// What a summary says beyond the number of answers.
+    pub(crate) fn exceptions(&self) -> Vec<String> {
+        let parts = [
+            (self.in_server_context, "found by their text and put after the server's prompt"),
+            (self.in_own_context, "without the reasoning that the server's prompt opens"),
+            (self.without_end, "without an end of turn, which the template does not print"),
+        ];
+        let counted = parts.into_iter().filter(|(count, _)| *count > 0);
+        counted.map(|(count, what)| format!("{count} {what}")).collect()
+    }
+}
+
+impl fmt::Display for Answers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = self.after_prompt + self.in_server_context + self.in_own_context;
+        write!(f, "{all}")?;
+        match self.exceptions() {
+            parts if parts.is_empty() => Ok(()),
+            parts => write!(f, " ({})", parts.join("; ")),
+        }
+    }
+}
+
 /// Counts over a run or a part of it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tally {
@@ -56,6 +101,10 @@ pub struct Tally {
     pub rows_in: u64,
     /// Samples kept but cut to the sequence length.
     pub truncated: u64,
+    /// How answers were found, in rows that were dropped later too.
+    pub answers: Answers,
+    /// Rows that `dflash regenerate` marked as not finished: an answer was cut at its length limit.
+    pub unfinished: u64,
     /// What was dropped, by reason.
     pub dropped: BTreeMap<DropReason, Dropped>,
     /// Turns that were removed from their conversations, or left as context, by reason.
@@ -82,6 +131,8 @@ impl Tally {
     pub(crate) fn absorb(&mut self, later: Self) {
         self.rows_in += later.rows_in;
         self.truncated += later.truncated;
+        self.answers.absorb(later.answers);
+        self.unfinished += later.unfinished;
         for (reason, Dropped { count, first }) in later.dropped {
             self.dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
         }

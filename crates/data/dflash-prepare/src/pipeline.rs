@@ -42,8 +42,8 @@ pub(crate) struct Prepared {
     pub(crate) tally: Tally,
     /// Samples of each file, in the order of reading.
     pub(crate) by_file: Vec<(Arc<Path>, u64)>,
-    /// Input bytes of the chunk.
-    pub(crate) bytes: u64,
+    /// Bytes of the files read for the chunk.
+    pub(crate) file_bytes: u64,
 }
 
 type Reply = Result<Prepared, Error>;
@@ -134,7 +134,7 @@ impl Job<'_> {
         for record in records {
             let mut record = record?;
             prepared.tally.rows_in += 1;
-            prepared.bytes += record.bytes;
+            prepared.file_bytes += record.file_bytes;
             let before = prepared.samples.len();
             self.record(&mut record, cache, &mut prepared)?;
             let made = (prepared.samples.len() - before) as u64;
@@ -155,6 +155,7 @@ impl Job<'_> {
         let row = match record.take_parsed() {
             Ok(value) => {
                 out.tally.unread_columns.add_each(unread_columns(&value));
+                out.tally.unfinished += u64::from(value.get("finished") == Some(&false.into()));
                 parse_row(&value)
             }
             Err(reason) => return self.bad_row(record, reason, out),
@@ -217,6 +218,7 @@ impl Job<'_> {
         for _ in 0..rows.unprinted_calls {
             out.tally.drop_turn(DropReason::UnprintedCalls, || record.place());
         }
+        out.tally.answers.absorb(rows.answers);
         match rows.samples.is_empty() {
             true => Err(Refusal::Dropped(DropReason::NoAnswer)),
             false => Ok(rows.samples),

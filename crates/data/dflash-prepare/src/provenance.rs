@@ -41,6 +41,7 @@ pub(crate) fn document(
         "tokens": written.tokens,
         "supervised_tokens": written.supervised_tokens,
         "truncated": tally.truncated,
+        "answers": tally.answers,
         "dropped": tally.dropped,
     });
     if !tally.turns_dropped.is_empty() {

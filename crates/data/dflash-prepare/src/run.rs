@@ -13,7 +13,7 @@ use dflash_settings::PrepareSettings;
 
 use crate::error::Error;
 use crate::model::Model;
-use crate::outcome::{Dropped, Tally};
+use crate::outcome::{Answers, Dropped, Tally};
 use crate::pipeline::{Job, process};
 use crate::provenance;
 use crate::source::{self, Source};
@@ -85,7 +85,7 @@ fn fill(
             *by_file.entry(path).or_insert(0) += samples;
         }
         let written = writer.so_far();
-        read += prepared.bytes;
+        read += prepared.file_bytes;
         progress.update(read, format!("{} rows, {} tokens", written.rows, written.tokens));
         Ok(())
     })?;
@@ -119,7 +119,17 @@ impl fmt::Display for Summary {
         writeln!(f, "rows written       {}", written.rows)?;
         writeln!(f, "tokens             {}", written.tokens)?;
         writeln!(f, "supervised tokens  {} ({share:.1}%)", written.supervised_tokens)?;
+        if tally.answers != Answers::default() {
+            writeln!(f, "answers            {}", tally.answers)?;
+        }
         writeln!(f, "cut to length      {}", tally.truncated)?;
+        if tally.unfinished > 0 {
+            writeln!(
+                f,
+                "answers cut        in {} of {} rows, at the --max-new-tokens of `dflash regenerate`",
+                tally.unfinished, tally.rows_in
+            )?;
+        }
         for (reason, Dropped { count, first }) in &tally.dropped {
             writeln!(f, "dropped            {count}: {reason} (first: {first})")?;
         }

@@ -9,12 +9,16 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::RawRow;
 use dflash_hub::{Hub, Split};
-use dflash_settings::DATA_PRESETS;
+use dflash_settings::{DATA_PRESETS, did_you_mean};
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Error;
 use sample::sampled;
+
+/// What works where the Hub does not.
+const LOCAL_FILES: &str =
+    "local files work too: --data PATH.jsonl (or .json, .parquet, or a directory of them)";
 
 /// One argument of `--data` and its files.
 #[derive(Debug, Clone, Serialize)]
@@ -35,8 +39,10 @@ pub(crate) struct Record {
     /// 1-based line, or 1-based row of a Parquet file.
     pub(crate) line: usize,
     pub(crate) content: Content,
-    /// Share of the file's bytes, for progress.
+    /// What the row takes in memory, about.
     pub(crate) bytes: u64,
+    /// Bytes of the file, compressed or not, read since the row before.
+    pub(crate) file_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -103,11 +109,56 @@ pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<V
     let fetched = |(data, place)| {
         let files = match place {
             Place::Local(files) => files,
-            Place::Hub(split) => Hub::from_env().split(&split, stop)?,
+            Place::Hub(split) => Hub::from_env().split(&split, LOCAL_FILES, stop)?,
         };
         Ok(Source { data, files, rows: None })
     };
     places.into_iter().map(fetched).collect()
+}
+
+/// Rows of conversations from the same arguments as those of `prepare`, for commands that do something else
+/// with them.
+#[derive(Debug, Clone)]
+pub struct Input {
+    /// The files, in the order of the arguments.
+    pub files: Vec<PathBuf>,
+}
+
+/// A row of the input with its place.
+#[derive(Debug, Clone, PartialEq)]
+pub struct InputRow {
+    /// The file.
+    pub path: PathBuf,
+    /// 1-based line, or 1-based row of a Parquet file.
+    pub line: usize,
+    /// The row.
+    pub row: Value,
+}
+
+impl Input {
+    /// Finds the files that `specs` stand for, and fetches those on the Hub.
+    ///
+    /// # Errors
+    /// [`Error::UnknownData`], [`Error::UnknownFile`], [`Error::NoFiles`], [`Error::Hub`].
+    pub fn open(specs: &[String], stop: &AtomicBool) -> Result<Self, Error> {
+        let sources = fetch(locate(specs)?, stop)?;
+        Ok(Self { files: sources.into_iter().flat_map(|source| source.files).collect() })
+    }
+
+    /// At most `limit` rows, in order.
+    ///
+    /// # Errors
+    /// Of an item: a file that cannot be read, or a row that cannot be parsed.
+    pub fn rows(&self, limit: Option<usize>) -> impl Iterator<Item = Result<InputRow, Error>> + '_ {
+        read(&self.files, limit, None).map(|record| {
+            let mut record = record?;
+            let (path, line) = (record.path.to_path_buf(), record.line);
+            match record.take_parsed() {
+                Ok(row) => Ok(InputRow { path, line, row }),
+                Err(reason) => Err(Error::UnreadableRow { path, line, reason }),
+            }
+        })
+    }
 }
 
 fn place(spec: &str) -> Result<Place, Error> {
@@ -122,8 +173,9 @@ fn place(spec: &str) -> Result<Place, Error> {
         };
     }
     let unknown = || {
-        let presets = DATA_PRESETS.map(|(name, _)| name).join(", ");
-        Error::UnknownData { spec: spec.to_owned(), presets }
+        let names = DATA_PRESETS.map(|(name, _)| name);
+        let guess = did_you_mean(spec, names);
+        Error::UnknownData { spec: spec.to_owned(), presets: names.join(", "), guess }
     };
     let preset = DATA_PRESETS.iter().find(|(name, _)| *name == spec);
     let name = preset.map_or(spec, |(_, name)| name);

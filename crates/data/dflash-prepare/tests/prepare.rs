@@ -12,8 +12,12 @@ use serde_json::{Value, json};
 
 #[path = "prepare/faults.rs"]
 mod faults;
+#[path = "prepare/masks.rs"]
+mod masks;
 #[path = "prepare/rows.rs"]
 mod rows;
+#[path = "prepare/sources.rs"]
+mod sources;
 
 use rows::write_parquet;
 
@@ -29,6 +33,17 @@ const SCAFFOLD: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.co
     {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}";
 /// Writes the number of messages first, so that no two renders share a prefix.
 const UNSTABLE: &str = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
+/// Writes how long the last text is instead of the text.
+const SILENT: &str = "{% for m in messages %}{% if not loop.last %}{{ m.content }}{% endif %}\
+    {% endfor %}{{ messages | length }}";
+/// Closes the reasoning block that it opens in the prompt, as for answers without reasoning, and
+/// opens the answer with a marker of its own once there are two turns.
+const CLOSED: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+    {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}";
+/// Ends a turn with the start of the next one, as GLM does, and names its end only in a loop.
+const NEXT_ENDS: &str = "{% for m in messages %}{% if m.role == 'user' %}<|im_end|>{% else %}\
+    <|im_start|>{% endif %}{{ m.content }}{% endfor %}\
+    {% if add_generation_prompt %}<|im_start|>{% endif %}";
 /// Insists on alternating roles.
 const STRICT: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
     {{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}";
@@ -133,7 +148,7 @@ const TWO_TURNS: &str = r#"{"conversations": [{"from": "human", "value": "q"}, {
 fn turns_that_continue_each_other_share_a_row() {
     let bench = Bench::new(CHATML);
     bench.prepare(TWO_TURNS).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/[r</think>a>/]<user/s>/<assistant/[b>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[r</think>a>]/<user/s>/<assistant/[b>]/"]);
 }
 
 #[test]
@@ -141,7 +156,7 @@ fn rewritten_history_gives_every_turn_its_row() {
     let bench = Bench::new(FORGETFUL);
     bench.prepare(TWO_TURNS).unwrap();
     let expect =
-        ["<user/q>/<assistant/[r</think>a>/]", "<user/q>/<assistant/a>/<user/s>/<assistant/[b>/]"];
+        ["<user/q>/<assistant/[r</think>a>]", "<user/q>/<assistant/a>/<user/s>/<assistant/[b>]/"];
     assert_eq!(bench.rows(), expect);
 }
 
@@ -149,15 +164,55 @@ fn rewritten_history_gives_every_turn_its_row() {
 fn a_prompt_beyond_the_history_is_cut_where_the_answer_differs() {
     let bench = Bench::new(SCAFFOLD);
     bench.prepare(r#"{"question": "q", "answer": "a"}"#).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>]/"]);
+}
+
+#[test]
+fn an_answer_is_found_by_its_text_and_follows_the_server_s_prompt() {
+    let unstable = Bench::new(UNSTABLE);
+    let summary = unstable.prepare(TWO_TURNS).unwrap().to_string();
+    assert_eq!(unstable.rows(), ["1q[r</think>a]", "3qr</think>as[b]"]);
+    let told = "answers            2 (2 found by their text and put after the server's prompt; 2 \
+                without an end of turn, which the template does not print)\n";
+    assert!(summary.contains(told), "{summary}");
+
+    let closed = Bench::new(CLOSED);
+    closed.prepare(TWO_TURNS).unwrap();
+    let expect = [
+        "<user/q>/<assistant/<think></think>[r</think>a>]",
+        "<user/q>/<assistant/r</think>a>/<user/s>/<assistant/<think></think>[b>]/",
+    ];
+    assert_eq!(closed.rows(), expect);
+    let text = fs::read(closed.path("out/dflash_prepare.json")).unwrap();
+    let provenance: Value = serde_json::from_slice(&text).unwrap();
+    let counts = json!({
+        "after_prompt": 0, "in_server_context": 2, "in_own_context": 0, "without_end": 0
+    });
+    assert_eq!(provenance["answers"], counts);
+}
+
+#[test]
+fn a_turn_that_the_next_one_ends_is_supervised_to_its_end() {
+    let bench = Bench::new(NEXT_ENDS);
+    let config = json!({"eos_token_id": [7, 257]}).to_string();
+    fs::write(bench.path("model/generation_config.json"), config).unwrap();
+    let summary = bench.prepare(TWO_TURNS).unwrap().to_string();
+    // The last turn gets the end that a turn of the user's would bring.
+    assert_eq!(bench.rows(), [">q<[r</think>a>]s<[b>]"]);
+    assert!(summary.contains("answers            2\n"), "{summary}");
+    // Nothing that generation does not stop at is appended.
+    fs::remove_file(bench.path("model/generation_config.json")).unwrap();
+    let summary = bench.prepare(r#"{"question": "q", "answer": "a"}"#).unwrap().to_string();
+    assert_eq!(bench.rows(), [">q<[a]"]);
+    assert!(summary.contains("answers            1 (1 without an end of turn"), "{summary}");
 }
 
 #[test]
 fn conversations_that_cannot_be_masked_are_dropped_and_counted() {
-    let refused = Bench::new(UNSTABLE);
+    let refused = Bench::new(SILENT);
     refused.check_refusal(
         r#"{"question": "q", "answer": "a"}"#,
-        "none of the 1 rows can be trained on: 1 the chat template rewrites history",
+        "none of the 1 rows can be trained on: 1 an answer that the chat template does not print",
     );
     let bench = Bench::new(STRICT);
     let rows = [
@@ -278,7 +333,7 @@ fn parquet_files_are_rows_too() {
     write_parquet(&path, schema, &[[b"q", b"r"], [b"a", b"b"]]);
     let config = bench.config(&[path.to_str().unwrap()]);
     prepare(&config, &AtomicBool::new(false)).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]", "<user/r>/<assistant/[b>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>]/", "<user/r>/<assistant/[b>]/"]);
     fs::write(&path, "PAR1 not really").unwrap();
     let error = prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string();
     assert!(error.contains("rows.parquet is not a readable Parquet file"), "{error}");
@@ -374,7 +429,7 @@ fn a_first_turn_by_the_assistant_is_context() {
     let bench = Bench::new(CHATML);
     let row = r#"{"messages": [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#;
     bench.prepare(row).unwrap();
-    assert_eq!(bench.rows(), ["<assistant/hello>/<user/q>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["<assistant/hello>/<user/q>/<assistant/[a>]/"]);
 }
 
 #[test]
@@ -382,7 +437,7 @@ fn special_tokens_inside_content_do_not_move_the_boundary() {
     let bench = Bench::new(CHATML);
     let row = json!({"question": "a<|im_end|>b", "answer": "<|im_start|>x"});
     bench.prepare(&row.to_string()).unwrap();
-    assert_eq!(bench.rows(), ["<user/a>b>/<assistant/[<x>/]"]);
+    assert_eq!(bench.rows(), ["<user/a>b>/<assistant/[<x>]/"]);
 }
 
 #[test]
@@ -422,8 +477,8 @@ fn token_counts_cover_what_is_supervised() {
     bench.prepare("{\"question\": \"zz\", \"answer\": \"aba\"}\n").unwrap();
     let counts: Value =
         serde_json::from_slice(&fs::read(bench.path("out/token_freq.json")).unwrap()).unwrap();
-    // a, b, the line break after the turn, and the end of the turn; no z of the question.
-    assert_eq!(counts, json!({"10": 1, "97": 2, "98": 1, "257": 1}));
+    // a, b and the end of the turn; no z of the question, no line break after the turn.
+    assert_eq!(counts, json!({"97": 2, "98": 1, "257": 1}));
 }
 
 #[test]
@@ -433,7 +488,7 @@ fn short_answers_can_be_left_out() {
     let file = bench.write("rows.jsonl", &rows.join("\n"));
     let config = PrepareSettings { minimum_valid_tokens: 5, ..bench.config(&[&file]) };
     let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/[long enough>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[long enough>]/"]);
     assert!(summary.to_string().contains("1: fewer supervised tokens than --minimum-valid"));
 }
 

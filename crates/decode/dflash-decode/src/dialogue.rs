@@ -5,6 +5,7 @@
 //! and tool calls whose results follow, because the results answer those very calls.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 
 use dflash_chat::{ChatTokenizer, Conversation, Message, Role, Row, parse_prompt_row};
 use dflash_target::TargetConfig;
@@ -25,8 +26,8 @@ pub(crate) struct Speaker<'a> {
 /// A conversation in progress.
 #[derive(Debug)]
 pub(crate) struct Dialogue {
-    /// Line of its row, counted from 1.
-    line: usize,
+    /// File and line of its row, counted from 1.
+    place: (PathBuf, usize),
     /// The turns up to the next answer; empty for a row of token ids.
     messages: Vec<Message>,
     /// The turns that follow it, up to the next answer and so on.
@@ -61,7 +62,7 @@ impl Dialogue {
     /// A row that is not understood, or has no question.
     pub(crate) fn new(row: &Value, place: Place<'_>, speaker: Speaker<'_>) -> Result<Self, Error> {
         let mut dialogue = Self {
-            line: place.line(),
+            place: place.owned(),
             messages: Vec::new(),
             later: VecDeque::new(),
             tools: None,
@@ -101,9 +102,10 @@ impl Dialogue {
         &self.ids
     }
 
-    /// Line of its row, counted from 1.
-    pub(crate) fn line(&self) -> usize {
-        self.line
+    /// An error of its row.
+    pub(crate) fn error(&self, source: dflash_chat::Error) -> Error {
+        let (path, line) = self.place.clone();
+        Error::Row { path, line, source }
     }
 
     /// Whether the next answer fits.

@@ -78,6 +78,8 @@ pub struct Conversation<'a> {
     messages: Vec<Message>,
     colored: bool,
     summary: GenerateSummary,
+    /// Whether the last answer ended at --max-new-tokens, not by itself.
+    was_cut: bool,
     /// The answer to the last turn as far as its reader has seen it, until it is among `messages`.
     shown: Option<String>,
 }
@@ -110,6 +112,7 @@ impl<'a> Conversation<'a> {
             messages: system.collect(),
             colored,
             summary: GenerateSummary::default(),
+            was_cut: false,
             shown: None,
         })
     }
@@ -117,6 +120,11 @@ impl<'a> Conversation<'a> {
     /// What the answers so far showed.
     pub fn summary(&self) -> GenerateSummary {
         self.summary
+    }
+
+    /// Whether the last answer ended at --max-new-tokens, not by itself.
+    pub fn was_cut(&self) -> bool {
+        self.was_cut
     }
 
     /// Answers `text`, which becomes the next turn, and writes the answer to `out` while it is made.
@@ -131,6 +139,7 @@ impl<'a> Conversation<'a> {
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         self.messages.push(Message::text(Role::User, text));
+        self.was_cut = false;
         let answered = self.try_answer(text, out, stop);
         match self.shown.take() {
             Some(answer) => self.messages.push(Message::text(Role::Assistant, answer)),
@@ -166,6 +175,7 @@ impl<'a> Conversation<'a> {
         }
         let made = made?;
         let tokens = made.tokens.len();
+        self.was_cut = !made.finished && tokens >= self.settings.max_new_tokens;
         let (text, steps, accepted) = shown.finish()?;
         // Whatever becomes of the timing that follows.
         self.shown = Some(text);

@@ -44,6 +44,6 @@ pub use limits::Limits;
 pub use lossless::compare;
 pub use models::{DraftSource, LoadedProposer, Models, ModelsConfig};
 pub use probe::{Probe, ProbeConfig};
-pub use regenerate::{RegenerateSummary, regenerate};
+pub use regenerate::{RegenerateData, RegenerateSummary, regenerate};
 pub use sampling::{Sampler, Sampling};
 pub use text::TextStream;

@@ -5,11 +5,12 @@
 //! so the batch stays full for answers of any length.
 
 use std::collections::{HashMap, VecDeque};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_chat::{ChatTokenizer, NameCounts, unread_prompt_columns};
+use dflash_eval::sets::SetRow;
 use dflash_io::{Progress, Unit};
 use dflash_settings::RegenerateSettings;
 use dflash_target::TargetConfig;
@@ -17,17 +18,26 @@ use dflash_tensor::place;
 
 use crate::Error;
 use crate::dialogue::{Dialogue, Next, Speaker};
-use crate::engine::{Engine, EngineOptions, Request, SequenceId};
+use crate::engine::{Engine, EngineOptions, Finish, Request, SequenceId};
 use crate::limits::{Limits, check};
 use crate::models::{DraftSource, Models, ModelsConfig};
 use crate::partial::{Found, PartialOutput, find};
-use crate::rows::{Place, read_rows};
+use crate::rows::Place;
 use crate::sampling::Sampling;
 use crate::stamp::Stamp;
 
 /// Maximum number of prompt tokens per step, so that decoding sequences do not wait for a whole
 /// batch of prompts.
 const PREFILL_TOKENS: usize = 4096;
+
+/// The rows whose answers are to be made.
+#[derive(Debug)]
+pub struct RegenerateData {
+    /// The files that they are from.
+    pub files: Vec<PathBuf>,
+    /// The rows, in order.
+    pub rows: Vec<SetRow>,
+}
 
 /// The result of a regeneration.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,6 +50,10 @@ pub struct RegenerateSummary {
     pub skipped: usize,
     /// Conversations that end early because a later turn does.
     pub shortened: usize,
+    /// Answers made by this run.
+    pub answers: usize,
+    /// Of these, answers that were cut at the length limit.
+    pub cut: usize,
     /// Columns whose contents are not in the prompts, and how many rows have a value there.
     pub unread_columns: NameCounts,
     /// Tokens made by this run.
@@ -62,6 +76,7 @@ pub struct RegenerateSummary {
 pub fn regenerate(
     settings: &RegenerateSettings,
     (target_dir, draft): (&Path, DraftSource),
+    data: RegenerateData,
     stop: &AtomicBool,
 ) -> Result<RegenerateSummary, Error> {
     let (_, dtype) = place(settings.device, settings.dtype, 0)?;
@@ -69,8 +84,9 @@ pub fn regenerate(
     let config = TargetConfig::load(target_dir)?;
     let limits = Limits::new(&config, &tokenizer, settings.max_new_tokens);
     let speaker = Speaker { tokenizer: &tokenizer, config: &config, limits: &limits };
-    let Dialogues { usable: dialogues, skipped, unread_columns } = read(settings, speaker)?;
-    let stamp = Stamp::new(settings, target_dir, (&config, &tokenizer, &limits), dtype)?;
+    let RegenerateData { files, rows } = data;
+    let Dialogues { usable: dialogues, skipped, unread_columns } = read(settings, rows, speaker)?;
+    let stamp = Stamp::new(&files, target_dir, (&config, &tokenizer, &limits), dtype)?;
     let found = find(&settings.output, &stamp, dialogues.len(), settings.overwrite)?;
     let resumed = found.prompts();
     let mut summary = RegenerateSummary {
@@ -78,6 +94,8 @@ pub fn regenerate(
         resumed,
         skipped,
         shortened: 0,
+        answers: 0,
+        cut: 0,
         unread_columns,
         tokens: 0,
         seconds: 0.0,
@@ -104,8 +122,7 @@ pub fn regenerate(
         prefix_bytes: 0,
         speculate: settings.speculate,
     })?;
-    let data = settings.data.as_path();
-    let mut work = Work::new((data, dialogues), output.written(), speaker, engine);
+    let mut work = Work::new(dialogues, output.written(), speaker, engine);
     while let Some(answers) = work.step(stop)? {
         for answer in answers {
             work.take(answer, &mut output, &mut summary)?;
@@ -125,18 +142,22 @@ struct Dialogues {
     unread_columns: NameCounts,
 }
 
-fn read(settings: &RegenerateSettings, speaker: Speaker<'_>) -> Result<Dialogues, Error> {
+fn read(
+    settings: &RegenerateSettings,
+    rows: Vec<SetRow>,
+    speaker: Speaker<'_>,
+) -> Result<Dialogues, Error> {
     let mut unread_columns = NameCounts::default();
-    let read = |row, place: Place<'_>| {
+    let read = |SetRow { path, line, row }| {
         unread_columns.add_each(unread_prompt_columns(&row));
-        Dialogue::new(&row, place, speaker)
+        Dialogue::new(&row, Place::new(&path, line), speaker)
     };
-    let mut usable = read_rows((&settings.data, settings.limit), read)?;
+    let mut usable = rows.into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let read = usable.len();
     usable.retain(|dialogue| dialogue.fits(speaker));
     if usable.is_empty() {
         let context = speaker.config.max_position_embeddings;
-        return Err(Error::NoPrompts { path: settings.data.clone(), context });
+        return Err(Error::NoPrompts { path: settings.data.join(", ").into(), context });
     }
     let skipped = read - usable.len();
     Ok(Dialogues { usable, skipped, unread_columns })
@@ -144,7 +165,6 @@ fn read(settings: &RegenerateSettings, speaker: Speaker<'_>) -> Result<Dialogues
 
 /// Dialogues between their answers.
 struct Work<'a> {
-    data: &'a Path,
     speaker: Speaker<'a>,
     /// By number; `None` once written.
     dialogues: Vec<Option<Dialogue>>,
@@ -161,7 +181,7 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn new(
-        (data, dialogues): (&'a Path, Vec<Dialogue>),
+        dialogues: Vec<Dialogue>,
         resumed: usize,
         speaker: Speaker<'a>,
         engine: Engine<'a>,
@@ -171,7 +191,7 @@ impl<'a> Work<'a> {
             .starting_at(resumed as u64);
         let dialogues = dialogues.into_iter().map(Some).collect();
         let (live, started) = (HashMap::new(), Instant::now());
-        Self { data, speaker, dialogues, engine, waiting, live, done: resumed, started, progress }
+        Self { speaker, dialogues, engine, waiting, live, done: resumed, started, progress }
     }
 
     /// Starts prompts where there is room and makes a step of all answers. Returns those that ended; `None`
@@ -183,7 +203,7 @@ impl<'a> Work<'a> {
             let Some(dialogue) = &self.dialogues[number] else { continue };
             let ids = dialogue.ids();
             let request = Request::new(ids, self.speaker.limits, Sampling::GREEDY, 0);
-            let answer = Answered { number, tokens: Vec::new() };
+            let answer = Answered { number, tokens: Vec::new(), cut: false };
             self.live.insert(self.engine.add(request), answer);
         }
         if self.live.is_empty() {
@@ -194,6 +214,7 @@ impl<'a> Work<'a> {
             let Some(answer) = self.live.get_mut(&output.id) else { continue };
             answer.tokens.extend(output.tokens.iter().map(|token| token.id));
             if output.finish.is_some() {
+                answer.cut = output.finish == Some(Finish::Length);
                 ended.extend(self.live.remove(&output.id));
             }
         }
@@ -208,14 +229,12 @@ impl<'a> Work<'a> {
         summary: &mut RegenerateSummary,
     ) -> Result<(), Error> {
         summary.tokens += answer.tokens.len();
+        summary.answers += 1;
+        summary.cut += usize::from(answer.cut);
         let number = answer.number;
         let Some(mut dialogue) = self.dialogues[number].take() else { return Ok(()) };
-        let line = dialogue.line();
-        let next = dialogue.answer(&answer.tokens, self.speaker).map_err(|source| Error::Row {
-            path: self.data.into(),
-            line,
-            source,
-        })?;
+        let next = dialogue.answer(&answer.tokens, self.speaker);
+        let next = next.map_err(|source| dialogue.error(source))?;
         if let Next::Answer = next {
             self.dialogues[number] = Some(dialogue);
             self.waiting.push_front(number);
@@ -237,4 +256,6 @@ struct Answered {
     number: usize,
     /// Its tokens, the end token included where one was made.
     tokens: Vec<i64>,
+    /// Whether it ended at the length limit.
+    cut: bool,
 }

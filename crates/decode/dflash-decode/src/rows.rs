@@ -1,6 +1,6 @@
 //! Rows of a data file, one by one, with their location for errors.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dflash_chat::{ChatTokenizer, Message, Role, SegmentCache, raw_rows};
 use dflash_target::TargetConfig;
@@ -22,9 +22,9 @@ impl<'a> Place<'a> {
         Self { path, line }
     }
 
-    /// The line.
-    pub(crate) fn line(self) -> usize {
-        self.line
+    /// File and line.
+    pub(crate) fn owned(self) -> (PathBuf, usize) {
+        (self.path.into(), self.line)
     }
 
     /// An error in the row's text.

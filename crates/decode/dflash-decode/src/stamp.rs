@@ -6,11 +6,10 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dflash_chat::ChatTokenizer;
 use dflash_identity::{TargetIdentity, file_digest, hex};
-use dflash_settings::RegenerateSettings;
 use dflash_target::TargetConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -26,18 +25,24 @@ use crate::limits::Limits;
 pub(crate) struct Stamp(BTreeMap<String, Value>);
 
 impl Stamp {
-    /// The stamp of a run.
+    /// The stamp of a run over the rows of `files`.
     ///
     /// # Errors
     /// The model's or the data's files cannot be read.
     pub(crate) fn new(
-        settings: &RegenerateSettings,
+        files: &[PathBuf],
         target_dir: &Path,
         (config, tokenizer, limits): (&TargetConfig, &ChatTokenizer, &Limits),
         dtype: Kind,
     ) -> Result<Self, Error> {
+        let digests = files.iter().map(|path| file_digest(path)).collect::<Result<Vec<_>, _>>()?;
+        // As earlier releases, which took one file, have it.
+        let data = match &digests[..] {
+            [digest] => json!(digest),
+            digests => json!(digests),
+        };
         let items = [
-            ("data", json!(file_digest(&settings.data)?)),
+            ("data", data),
             ("target", json!(TargetIdentity::read(target_dir, "")?.digests())),
             ("tokenizer", json!(tokenizer_digest(target_dir)?)),
             ("chat template", json!(digest(format!("{:?}", tokenizer.template_sources())))),

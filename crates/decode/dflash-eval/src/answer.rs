@@ -18,9 +18,17 @@ pub struct Answer {
     pub first_token_s: f64,
     /// Seconds from the prompt to the last token.
     pub total_s: f64,
+    /// Whether it ended at the length limit, not by itself.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub cut: bool,
     /// Its verify steps; `None` for plain decoding, or if only the sum over all answers is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification: Option<Verification>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// Counts over verify steps. All of them can be added.

@@ -148,7 +148,11 @@ fn changes(
         None => now
             .noise
             .iter()
-            .filter_map(|(name, here)| Some((name.clone(), here.hypot(*before.noise.get(name)?))))
+            .filter_map(|(name, here)| {
+                let there = before.noise.get(name)?;
+                // `hypot` would call a symbol of glibc 2.35.
+                Some((name.clone(), (here * here + there * there).sqrt()))
+            })
             .collect(),
     };
     let earlier: HashMap<String, f64> = before.figures.named().into_iter().collect();

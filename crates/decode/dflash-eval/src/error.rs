@@ -7,10 +7,10 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(
-        "--prompts {word}: no such file, and not the name of a set ({names}, all); NAME=FILE gives \
-         a file a name"
+        "--prompts {word}: no such file, and not the name of a set ({names}, all); NAME=FILE \
+         gives a file a name{guess}"
     )]
-    UnknownSet { word: String, names: String },
+    UnknownSet { word: String, names: String, guess: String },
     #[error("--prompts: two sets are called {name}; rename one with NAME=FILE")]
     SameName { name: String },
     #[error("{path}:{line}: a row of {set} has {field}; this one has only {found}")]

@@ -2,7 +2,7 @@
 
 use dflash_settings::NO_DRAFT;
 
-use crate::report::{EvalReport, Measured, SetFacts};
+use crate::report::{EvalReport, Measured, SetFacts, plain_of};
 
 /// A comparison with plain decoding in a sentence, and the answers that differ.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -36,7 +36,19 @@ impl EvalReport {
 
     /// What is missing from the results, and the remedy.
     pub(crate) fn notes(&self) -> Vec<String> {
-        self.results.iter().flat_map(Measured::notes).collect()
+        let cut = self.results.iter().filter_map(|result| self.note_on_length(result));
+        self.results.iter().flat_map(Measured::notes).chain(cut).collect()
+    }
+
+    /// How many answers of a set ended at the length limit: of plain decoding, whose texts the drafts' are too,
+    /// or of a draft where there is none.
+    fn note_on_length(&self, result: &Measured) -> Option<String> {
+        let cut = result.answers.iter().filter(|answer| answer.cut).count();
+        if cut == 0 || plain_of(&self.results, result).is_some() {
+            return None;
+        }
+        let (all, most, described) = (result.responses, self.max_new_tokens, result.described());
+        Some(format!("{cut} of {all} answers were cut at --max-new-tokens {most} {described}"))
     }
 }
 

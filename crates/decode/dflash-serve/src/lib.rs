@@ -7,12 +7,14 @@
 //! prompt or an answer is logged.
 
 mod answers;
+mod blocks;
 mod calls;
 mod error;
 mod fields;
 mod format;
 mod grammars;
 mod metrics;
+mod page;
 mod protocol;
 mod queue;
 mod refusal;

@@ -88,6 +88,9 @@ pub(crate) struct Asked {
 pub(crate) struct Streaming {
     #[serde(default)]
     pub(crate) include_usage: bool,
+    /// Whether each chunk reports the block that its text comes from.
+    #[serde(default)]
+    pub(crate) include_blocks: bool,
 }
 
 /// A request to /v1/chat/completions.
@@ -139,6 +142,22 @@ impl Asked {
             return Err(bad("logprobs", &reason));
         }
         Ok(shares)
+    }
+
+    /// Whether the chunks of a stream report blocks.
+    pub(crate) fn reports_blocks(&self) -> bool {
+        self.stream.is_some_and(|options| options.include_blocks)
+    }
+
+    /// A block's tokens are the text of its chunk, which is not so with these fields.
+    ///
+    /// # Errors
+    /// Blocks are requested.
+    fn refuse_blocks_with(&self, other: &str) -> Result<(), Refusal> {
+        match self.reports_blocks() {
+            true => Err(bad("stream_options.include_blocks", &format!("does not go with {other}"))),
+            false => Ok(()),
+        }
     }
 
     /// # Errors
@@ -195,6 +214,9 @@ impl ChatRequest {
             return Err(bad("response_format", reason));
         }
         asked.tools = tools.map(Arc::new);
+        if asked.tools.is_some() {
+            asked.refuse_blocks_with("tools")?;
+        }
         asked.max_tokens = newer.or(asked.max_tokens);
         check_least(&asked)?;
         if asked.max_tokens == Some(0) {
@@ -237,6 +259,9 @@ impl CompletionRequest {
         asked.max_tokens = asked.max_tokens.or(Some(DEFAULT_COMPLETION_TOKENS));
         check_least(&asked)?;
         asked.echo = echo.unwrap_or(false);
+        if asked.echo {
+            asked.refuse_blocks_with("echo")?;
+        }
         if asked.max_tokens == Some(0) && !asked.echo {
             return Err(bad("max_tokens", "is 0, but without echo it must be 1 or more"));
         }

@@ -11,6 +11,8 @@ use std::time::Instant;
 use dflash_decode::{NewToken, Request};
 use tokio::sync::mpsc::UnboundedSender;
 
+use crate::blocks::BlockReport;
+
 /// The request of a job and its client, which determine its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Party {
@@ -68,6 +70,8 @@ pub(crate) struct Job {
     pub(crate) prompt: Arc<[i64]>,
     /// Whether the prompt is returned before the answer.
     pub(crate) echo: bool,
+    /// Whether its events report blocks.
+    pub(crate) reports_blocks: bool,
     /// Special tokens that belong to its text.
     pub(crate) shown: Vec<i64>,
     /// Strings that end its text.
@@ -91,7 +95,19 @@ pub(crate) struct Event {
     pub(crate) count: usize,
     /// Tokens of the prompt that were copied from another sequence's cache.
     pub(crate) cached_tokens: usize,
+    /// The block that the text comes from, if it was requested.
+    pub(crate) block: Option<BlockReport>,
     pub(crate) finish: Option<FinishReason>,
+}
+
+impl Event {
+    /// Adds text that its newest token made certain.
+    pub(crate) fn add(&mut self, text: &str) {
+        self.text += text;
+        if let Some(block) = &mut self.block {
+            block.add_text(text);
+        }
+    }
 }
 
 /// Why an answer was dropped.
@@ -254,6 +270,7 @@ mod tests {
                 ),
                 prompt: [1].into(),
                 echo: false,
+                reports_blocks: false,
                 shown: Vec::new(),
                 stops: Vec::new(),
                 events: events.clone(),

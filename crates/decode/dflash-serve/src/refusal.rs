@@ -68,7 +68,7 @@ pub(crate) enum Refusal {
     Tokenizer,
     #[error(
         "there is no {path}; try POST /v1/chat/completions or /v1/completions, GET /v1/models, \
-         /health or /metrics"
+         /health or /metrics, or / in a browser"
     )]
     NoSuchPath { path: String },
     #[error("{path} does not take {method}")]

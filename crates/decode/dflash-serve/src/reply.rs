@@ -216,12 +216,14 @@ impl Envelope {
         let mut deltas = choice.deltas(pieces);
         let has_tokens = self.logprobs && !event.tokens.is_empty();
         if deltas.is_empty() {
-            if !has_tokens && finish.is_none() && choice.begun {
+            let has_block = event.block.is_some();
+            if !has_tokens && !has_block && finish.is_none() && choice.begun {
                 return Vec::new();
             }
             deltas.push(json!({"content": ""}));
         }
         let (index, last) = (event.index, deltas.len() - 1);
+        let mut block = event.block.as_ref();
         let mut logprobs = self.logprobs(&event.tokens, choice.offset);
         let chunk = |(number, mut delta): (usize, Value)| {
             let mut piece = json!({"index": index});
@@ -235,6 +237,9 @@ impl Envelope {
                 Kind::Completion => piece["text"] = delta["content"].take(),
             }
             piece["logprobs"] = logprobs.take();
+            if let Some(block) = block.take() {
+                piece["block"] = block.json();
+            }
             let finish = finish.filter(|_| number == last);
             piece["finish_reason"] = finish.map(FinishReason::name).into();
             self.object(self.chunk_object(), vec![piece], usage.cloned())

@@ -27,6 +27,7 @@ use crate::answers::{Answers, Noted};
 use crate::calls::CallReader;
 use crate::grammars::Grammars;
 use crate::metrics::{Metrics, TEXT_FORMAT};
+use crate::page;
 use crate::protocol::{Asked, ChatRequest, CompletionRequest};
 use crate::queue::{Dropped, Event, Job, Party, Queue};
 use crate::refusal::Refusal;
@@ -49,6 +50,8 @@ pub(crate) struct Loaded {
     /// The target's directory.
     pub(crate) root: String,
     pub(crate) max_model_len: usize,
+    /// Most tokens that are proposed at a time; 0 without a drafter.
+    pub(crate) proposals: usize,
     pub(crate) vocab_size: i64,
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) tokenizer: Arc<ChatTokenizer>,
@@ -94,6 +97,7 @@ impl Shared {
                 allowed_origins: settings.allowed_origins.clone(),
                 has_key: settings.api_key.is_some(),
                 host: settings.host.clone(),
+                has_page: true,
                 ..Guard::default()
             }),
             max_body: (settings.max_body_mib << 20) as usize,
@@ -134,6 +138,7 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/completions", post(completions))
         .route_layer(from_fn_with_state(Arc::clone(&shared), authorize));
     Router::new()
+        .route("/", get(page))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .merge(guarded)
@@ -143,6 +148,14 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .layer(from_fn_with_state(Arc::clone(&shared), count_refusals))
         .layer(from_fn_with_state(AccessLog::Info, watch))
         .with_state(shared)
+}
+
+/// The chat page, which asks for the key itself.
+async fn page(State(shared): State<Arc<Shared>>, headers: HeaderMap) -> Response {
+    match shared.guard.check_page(&headers) {
+        Ok(()) => page::response(),
+        Err(refusal) => refusal.into_response(),
+    }
 }
 
 async fn wrong_method(uri: Uri, method: Method) -> Refusal {
@@ -229,6 +242,7 @@ fn card(shared: &Shared, loaded: &Loaded) -> Value {
         // The name instead of the directory, which clients need not know.
         "root": loaded.name,
         "max_model_len": loaded.max_model_len,
+        "max_draft_tokens": loaded.proposals,
     })
 }
 
@@ -438,6 +452,7 @@ fn jobs(
         prompt: Arc::clone(prompt),
         stops: asked.stops.clone(),
         echo: asked.echo,
+        reports_blocks: asked.reports_blocks(),
         shown: shown.clone(),
         events: events.clone(),
         since,

@@ -48,9 +48,10 @@ impl fmt::Display for Ready {
              sequences at a time; "
         )?;
         match tools {
-            Some(form) => write!(out, "calls of tools {form}"),
-            None => out.write_str("no calls of tools"),
+            Some(form) => write!(out, "calls of tools {form}")?,
+            None => out.write_str("no calls of tools")?,
         }
+        write!(out, "; chat page http://{address}/")
     }
 }
 
@@ -138,6 +139,7 @@ fn start_model(
         let name = name.unwrap_or_else(|| models.identity.name.clone());
         let facts = shared.loaded.get_or_init(|| Loaded {
             metrics: Metrics::new(&name, engine.proposals()),
+            proposals: engine.proposals(),
             name,
             any_name,
             root: root.display().to_string(),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use dflash_chat::ChatTokenizer;
 use dflash_decode::{Engine, Finish, Models, NewToken, Output, Request, SequenceId, TextStream};
 
+use crate::blocks::BlockReport;
 use crate::metrics::Metrics;
 use crate::queue::{Dropped, Event, FinishReason, Job, Party, Queue, Share, gives_way};
 
@@ -242,6 +243,7 @@ impl Live<'_> {
             tokens: Vec::new(),
             count: 0,
             cached_tokens: output.cached_tokens,
+            block: None,
             finish: output.finish.map(|finish| match finish {
                 Finish::Length => FinishReason::Length,
                 Finish::Stop | Finish::Grammar => FinishReason::Stop,
@@ -256,13 +258,19 @@ impl Live<'_> {
                 event.tokens = told.map(|(&id, logprob)| NewToken { id, logprob }).collect();
             }
         }
+        if self.job.reports_blocks {
+            event.block = Some(BlockReport::of(output.block.as_ref(), tokenizer));
+        }
         for token in output.tokens {
             event.count += 1;
+            if let Some(block) = &mut event.block {
+                block.add_token();
+            }
             if self.stop_ids.contains(&token.id) {
                 break;
             }
             // If the tokenizer cannot decode a token, its text is left out.
-            event.text += &self.text.push(token.id).unwrap_or_default();
+            event.add(&self.text.push(token.id).unwrap_or_default());
             event.tokens.push(token);
             if self.text.has_stopped() {
                 event.finish = Some(FinishReason::Stop);
@@ -270,7 +278,7 @@ impl Live<'_> {
             }
         }
         if event.finish.is_some() {
-            event.text += &self.text.finish().unwrap_or_default();
+            event.add(&self.text.finish().unwrap_or_default());
         }
         self.tokens += event.count;
         event

@@ -7,6 +7,8 @@
 // meeting with such a thread costs a time slice. Threads that read a large model's weights are milliseconds
 // apart by themselves: what counts as kept from running grows with the pass. No result depends on the number
 // of threads.
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -130,8 +132,14 @@ class Team {
     }
     std::unique_lock<std::mutex> lock(sleep_);
     asleep_.fetch_add(1);
-    wake_.wait(lock, [&] { return turn_.load() != seen; });
+    while (turn_.load() == seen) wait(lock);
     asleep_.fetch_sub(1);
+  }
+
+  // As `wake_.wait(lock)`, which GCC 12 and newer compile to a symbol that the libstdc++ of GCC 11 (RHEL 9,
+  // Amazon Linux 2023) lacks.
+  void wait(std::unique_lock<std::mutex>& lock) {
+    pthread_cond_wait(wake_.native_handle(), lock.mutex()->native_handle());
   }
 
   void await_workers() {

@@ -41,6 +41,7 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         | Command::Report(_)
         | Command::Demo(_)
         | Command::Doctor(_)
+        | Command::Recipes(_)
         | Command::Completions(_)
         | Command::Man(_)
         | Command::CpuLevels => {

@@ -1,12 +1,14 @@
 //! The command line of both programs. Commands take the structs of dflash-settings unchanged; the
 //! arguments added here name other sources of settings.
 
+mod help;
+
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
     BenchSettings, CompletionsSettings, CpuLevel, DemoSettings, DemoTargetSettings, DoctorSettings,
     EvalSettings, ExportSettings, GenerateSettings, HiddenServerSettings, Invalid, ManSettings,
-    PlanSettings, PrepareSettings, PushSettings, RegenerateSettings, ReportSettings, ServeSettings,
-    TrainSettings,
+    PlanSettings, PrepareSettings, PushSettings, RecipesSettings, RegenerateSettings,
+    ReportSettings, ServeSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -20,7 +22,6 @@ use crate::signals::OnSignal;
     name = "dflash",
     version,
     propagate_version = true,
-    disable_help_subcommand = true,
     after_help = "The usual order: prepare, hidden-server (left running), train, eval, serve.\n\
                   `dflash COMMAND --help` explains each flag."
 )]
@@ -37,10 +38,10 @@ pub struct Cli {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Args, Serialize, Deserialize)]
 pub struct GlobalArgs {
     /// Log more on stderr (twice: everything). DFLASH_LOG takes tracing's filter syntax instead.
-    #[arg(short, long, action = ArgAction::Count, global = true, conflicts_with = "quiet")]
+    #[arg(short, long, action = ArgAction::Count, global = true, hide_short_help = true, conflicts_with = "quiet")]
     pub verbose: u8,
     /// Log errors only.
-    #[arg(short, long, global = true)]
+    #[arg(short, long, global = true, hide_short_help = true)]
     pub quiet: bool,
 }
 
@@ -57,7 +58,7 @@ pub enum Command {
                       vLLM may follow `--`."
     )]
     HiddenServer(HiddenServerSettings),
-    /// Train a drafter against a running hidden-state server.
+    /// Train a drafter on the hidden states of a server, of stored files or of the target itself.
     Train(Box<TrainSettings>),
     /// Predict a training run's memory, arithmetic, time and data rate.
     Plan(Box<PlanSettings>),
@@ -86,6 +87,10 @@ pub enum Command {
     Bench(BenchSettings),
     /// Run the whole pipeline on a synthetic corpus, without downloads.
     Demo(DemoSettings),
+    /// Write the recipes, and a small sample of conversations, into a directory.
+    Recipes(RecipesSettings),
+    /// Make the demo's corpus and train its tiny target.
+    DemoTarget(DemoTargetSettings),
     /// Check this machine: what is there, what is missing, how to get it.
     Doctor(DoctorSettings),
     /// Print the completions of a shell.
@@ -99,9 +104,6 @@ pub enum Command {
     /// Print what libtorch, CUDA and NCCL report about themselves, as JSON; for `dflash doctor`.
     #[command(hide = true)]
     EngineInfo,
-    /// Make the demo's corpus and train its tiny target.
-    #[command(hide = true)]
-    DemoTarget(DemoTargetSettings),
 }
 
 impl Command {
@@ -124,6 +126,7 @@ impl Command {
             Self::Doctor(settings) => settings.check(),
             Self::Demo(settings) => settings.check(),
             Self::Report(_)
+            | Self::Recipes(_)
             | Self::Completions(_)
             | Self::Man(_)
             | Self::CpuLevels
@@ -190,14 +193,15 @@ pub(crate) const VLLM_FLAGS: &str = "vllm_flags";
 pub fn definition() -> clap::Command {
     let all = Cli::command();
     let passed_over = only_for_training(&all);
-    all.mut_subcommands(|command| {
+    let all = all.mut_subcommands(|command| {
         let command = as_typed(command);
         let plans = command.get_name() == "plan";
         let command = if plans { command.args(passed_over.clone()) } else { command };
         let Some(table) = table_of(command.get_name()) else { return command };
-        let command = with_short_help(command.args(run_file_arguments(table)));
+        let command = command.args(run_file_arguments(table));
         if table == "hidden_server" { command.args(server_arguments()) } else { command }
-    })
+    });
+    help::arranged(all)
 }
 
 /// The flags of `train` that do not affect a plan. `plan` accepts and ignores them, so that it can
@@ -207,51 +211,6 @@ fn only_for_training(all: &clap::Command) -> Vec<Arg> {
     let own: Vec<_> = arguments("plan").map(Arg::get_id).collect();
     let others = arguments("train").filter(|arg| !own.contains(&arg.get_id()));
     others.map(|arg| arg.clone().required(false).hide(true)).collect()
-}
-
-/// What people set first in a training run: `-h` shows these alone, and `--help` all flags. Settings that
-/// are seldom changed are hidden where they are defined: they are keys of run files and of `--set`.
-const SET_FIRST: [&str; 26] = [
-    "target",
-    "data_path",
-    "save_path",
-    "resume",
-    "epochs",
-    "max_steps",
-    "total_seq_len",
-    "max_anchors",
-    "gradient_accumulation_steps",
-    "seed",
-    "from_pretrained",
-    "num_layers",
-    "block_size",
-    "target_layer_ids",
-    "draft_vocab_size",
-    "vllm_endpoint",
-    "colocate",
-    "lr",
-    "optimizer",
-    "loss",
-    "eval_prompts",
-    "save_every",
-    "nproc",
-    "recompute",
-    RUN_FILE,
-    SET,
-];
-
-/// Leaves what people set first to the short help of a training run and of its plan.
-fn with_short_help(command: clap::Command) -> clap::Command {
-    if !["train", "plan"].contains(&command.get_name()) {
-        return command;
-    }
-    let own = ["rows", "mean_length", "nnodes", "device", "json"];
-    let plans = command.get_name() == "plan";
-    command.mut_args(|arg| {
-        let id = arg.get_id().as_str();
-        let is_first = SET_FIRST.contains(&id) || plans && own.contains(&id);
-        arg.hide_short_help(!is_first)
-    })
 }
 
 /// Of a flag that is given twice the last counts, but for those that collect their values. What
@@ -344,12 +303,12 @@ mod tests {
     #[test]
     fn of_a_repeated_flag_the_last_counts() {
         let line = ["dflash", "train", "--target", "t", "--data_path=a_b", "--save-path", "s"];
-        let more = ["--lr", "1", "--lr", "2", "--target-layer-ids", "1", "2", "--loss", "kl"];
+        let more = ["--lr", "0.1", "--lr", "0.2", "--target-layer-ids", "1", "2", "--loss", "kl"];
         let last = ["--data-path", "c", "--target-layer-ids", "3,4", "--loss=ce,tv", "--resume"];
         let args = [&line[..], &more, &last, &["--resume"]].concat();
         let (line, _) = command_line::parse(args.into_iter().map(Into::into).collect()).unwrap();
         let Command::Train(settings) = line.cli.command else { panic!("not a training") };
-        assert_eq!((settings.optimizer.lr, settings.resume), (2.0, Some(ResumeMode::Latest)));
+        assert_eq!((settings.optimizer.lr, settings.resume), (0.2, Some(ResumeMode::Latest)));
         assert_eq!(settings.data_path, Some(PathBuf::from("c")));
         assert_eq!(settings.draft.target_layer_ids, Some(vec![3, 4]));
         let loss: Vec<String> = settings.objective.loss.iter().map(ToString::to_string).collect();

@@ -1,5 +1,6 @@
 //! From the program's arguments to a command with its settings, wherever they come from.
 
+mod advice;
 mod numbers;
 mod one_device;
 
@@ -12,7 +13,7 @@ use dflash_settings::Invalid;
 use crate::cli::{Cli, definition};
 use crate::error::Error;
 use crate::places::Places;
-use crate::{exit, run_file};
+use crate::{exit, name, run_file};
 
 /// What the user asked for.
 #[derive(Debug)]
@@ -55,8 +56,9 @@ pub fn read() -> CommandLine {
 /// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
     let args = run_file::with_present_names(with_hyphens(args));
-    parse_typed(&args)
-        .map_err(|refusal| one_device::explain(&args, numbers::explain(&args, refusal)))
+    let explained = parse_typed(&args)
+        .map_err(|refusal| one_device::explain(&args, numbers::explain(&args, refusal)));
+    explained.map_err(|refusal| advice::correct(&args, refusal))
 }
 
 /// As [`parse`], with clap's own words about numbers that the flag's type cannot hold.
@@ -96,8 +98,11 @@ fn with_hyphens(args: Vec<OsString>) -> Vec<OsString> {
 pub(crate) fn refusal(command: &str, place: Option<&str>, invalid: Invalid) -> Refusal {
     match (place, invalid.missing) {
         (None, Some(missing)) => {
+            // What the flag is for, and what does instead.
+            let about = invalid.reason.strip_prefix("is needed: ");
+            let about = about.map_or_else(String::new, |about| format!(": {about}"));
             let message = format!(
-                "the following required arguments were not provided:\n  {}",
+                "the following required arguments were not provided:\n  {}{about}",
                 flag(command, missing)
             );
             usage_error(command, ErrorKind::MissingRequiredArgument, &message)
@@ -120,7 +125,7 @@ fn flag(command: &str, key: &str) -> String {
 }
 
 pub(crate) fn usage_error(command: &str, kind: ErrorKind, message: &str) -> Refusal {
-    let mut definition = definition();
+    let mut definition = definition().bin_name(name::invoked());
     definition.build();
     let error = match definition.find_subcommand_mut(command) {
         Some(command) => command.error(kind, message),

@@ -10,7 +10,7 @@ use dflash_cpu::CpuLevel;
 use crate::cli;
 use crate::command_line::CommandLine;
 use crate::error::Error;
-use crate::{libtorch, run_file};
+use crate::{libtorch, name, run_file};
 
 /// File name of the engine, which is installed beside the front program.
 pub const NAME: &str = "dflash-engine";
@@ -100,7 +100,7 @@ fn command_at(
     let engine = beside(&front)?;
     let libtorch = libtorch::Search::from_env(&front).find()?.root;
     let mut command = Command::new(engine);
-    command.arg0("dflash").args(args);
+    command.arg0(name::invoked()).args(args);
     // Workers that the engine starts inherit all of these.
     command.env("DFLASH_LIBTORCH", &libtorch);
     command.env(

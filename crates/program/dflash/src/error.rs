@@ -50,8 +50,10 @@ pub enum Error {
         path: PathBuf,
     },
     /// The run file cannot be read.
-    #[error("cannot read the run file {path}")]
+    #[error("cannot read the run file {path}{hint}")]
     ReadRunFile {
+        /// What the word may have been meant as, if it is not the name of a run file.
+        hint: String,
         /// As the user named it.
         path: PathBuf,
         /// The operating system's answer.
@@ -59,8 +61,10 @@ pub enum Error {
         source: io::Error,
     },
     /// The run file is not TOML.
-    #[error("{place}: {reason}")]
+    #[error("{place}: {reason}{hint}")]
     RunFileSyntax {
+        /// What the file may have been meant as, if its name is not that of a run file.
+        hint: String,
         /// File and line.
         place: String,
         /// The parser's answer.

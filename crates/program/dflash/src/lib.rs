@@ -13,6 +13,8 @@ pub mod engine;
 pub mod exit;
 pub mod libtorch;
 pub mod logging;
+pub mod name;
+pub mod namesakes;
 pub mod places;
 pub mod signals;
 

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash::command_line::{self, CommandLine};
+use dflash::namesakes::{Namesake, REMEDY};
 use dflash::{Command, Ending, OnSignal, Signals, engine, exit, logging};
+use dflash_io::say;
 
 fn main() {
     // Nothing here asks for memory by the gigabyte: that is the engine's work.
@@ -24,11 +26,19 @@ fn main() {
         Command::Push(settings) => run_here(&line, |stop| commands::push::run(settings, stop)),
         Command::Demo(settings) => run_here(&line, |stop| commands::demo::run(settings, stop)),
         Command::Doctor(settings) => run_here(&line, |stop| commands::doctor::run(settings, stop)),
+        Command::Recipes(settings) => run_here(&line, |_| commands::recipes::run(settings)),
         Command::Completions(settings) => {
             run_here(&line, |_| commands::shell_support::completions(settings))
         }
         Command::Man(settings) => run_here(&line, |_| commands::shell_support::man(settings)),
         Command::CpuLevels => run_here(&line, |_| commands::cpu_levels::run()),
+        Command::Generate(_) => {
+            // Both programs of the name have a command of this name.
+            if let Some(other) = Namesake::find() {
+                say(format!("note: {other}; {REMEDY}"));
+            }
+            exit::fault(engine::exec(&line))
+        }
         // Nothing is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }

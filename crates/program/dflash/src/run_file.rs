@@ -134,6 +134,9 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
             if name == "hidden-server" {
                 settings.extend(vllm::line(matches, &mut notes)?);
             }
+            if name == "prepare" {
+                settings.extend(data_word(matches));
+            }
             for entry in earlier::present(sources.table, sets(matches, sources.table)?) {
                 settings.extend(sources.setting(&entry, Level::Set)?);
             }
@@ -149,10 +152,35 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
     Ok((line, wants_dump(&typed)))
 }
 
-/// The run file; a hidden server's target may take its place.
+/// The run file; a hidden server's target, and the data of `prepare`, may take its place.
 fn run_file<'a>(name: &str, matches: &'a ArgMatches) -> Option<&'a PathBuf> {
     let path = matches.get_one::<PathBuf>(RUN_FILE)?;
-    (name != "hidden-server" || vllm::is_run_file(path)).then_some(path)
+    let is_run_file = match name {
+        "hidden-server" => vllm::is_run_file(path),
+        "prepare" => !is_data(path),
+        _ => true,
+    };
+    is_run_file.then_some(path)
+}
+
+/// Endings of files that people give `prepare` as data, whether it reads them or says what to do about them.
+const DATA_ENDINGS: [&str; 12] =
+    ["jsonl", "json", "ndjson", "parquet", "csv", "tsv", "arrow", "txt", "gz", "zst", "zip", "md"];
+
+/// Whether the word after `prepare` is data and not a run file: a file with such an ending, a directory, or
+/// what is no file at all, a preset or a name on the Hub.
+fn is_data(path: &Path) -> bool {
+    let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+    ending != "toml" && (DATA_ENDINGS.contains(&ending) || path.is_dir() || !path.exists())
+}
+
+/// The data of `prepare` that was given without its flag; --data adds to it.
+fn data_word(matches: &ArgMatches) -> Option<Setting> {
+    let word = matches.get_one::<PathBuf>(RUN_FILE).filter(|path| is_data(path))?;
+    let word = word.to_string_lossy().into_owned();
+    let named = matches.get_many::<String>("data").unwrap_or_default().cloned();
+    let all: Vec<String> = std::iter::once(word).chain(named).collect();
+    Some(Setting { level: Level::CommandLine, key: "data".into(), value: all.into(), place: None })
 }
 
 /// The command line with nothing required: to look at what the user typed.

@@ -36,7 +36,9 @@ fn page() -> String {
             .to_owned();
     let mut definition = definition();
     definition.build();
-    for command in definition.get_subcommands().filter(|command| !command.is_hide_set()) {
+    for command in
+        definition.get_subcommands().filter(|c| !c.is_hide_set() && c.get_name() != "help")
+    {
         command_section(&mut page, "", command);
     }
     page
@@ -70,7 +72,7 @@ fn command_section(page: &mut String, before: &str, command: &Command) {
             writeln!(page, "| `{}` | {} | {} |", arg.get_id(), default(arg), help(arg)).unwrap();
         }
     }
-    for inner in command.get_subcommands() {
+    for inner in command.get_subcommands().filter(|inner| inner.get_name() != "help") {
         command_section(page, &format!("{name} "), inner);
     }
 }

@@ -94,7 +94,7 @@ const TEMPLATE: &str = "{% for m in messages[::-1][::-1] %}{{ m.role }} {{ m.con
 #[test]
 fn faults_in_rows_are_counted_and_shown() {
     let rows = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contnt": "a"}]}
-{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a", "weight": 1}]}
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a", "mood": 1}]}
 {"messages": [{"role": "user", "contnt": "a"}, {"role": "assistant", "content": "a"}]}
 "#;
     let dir = place(TEMPLATE, rows);
@@ -106,7 +106,7 @@ fn faults_in_rows_are_counted_and_shown() {
         "dropped            1: no assistant turn after another turn (first: rows.jsonl:1)",
         "dropped            1: a turn without content (first: rows.jsonl:3)",
         "turns dropped      1: assistant turn with neither content nor tool calls",
-        "unknown keys       contnt (2 messages), weight (1 message)",
+        "unknown keys       contnt (2 messages), mood (1 message)",
     ] {
         assert!(text.contains(line), "{line}\n{text}");
     }

@@ -18,6 +18,7 @@ use dflash_settings::{Invalid, TrainSettings};
 use dflash_tensor::checkpoint::{TensorFile, TensorWriter};
 
 use crate::Error;
+use crate::error::{Mismatch, Mismatches};
 use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
 use crate::trainer::Trainer;
@@ -202,6 +203,9 @@ fn is_same_path(a: &str, b: &str) -> bool {
     a == b || real(a).is_some_and(|real_a| real(b) == Some(real_a))
 }
 
+/// The name of the last of [`lasting`]'s facts.
+const WHOLE_DRAFT: &str = "a target whose draft is";
+
 /// What this run changes of the settings that `stored` records, if it may.
 fn compare(
     dir: &Path,
@@ -219,16 +223,28 @@ fn compare(
     let mut current = Position { trained_samples, dataset_content: content, ..current.clone() };
     current.settings.retain(|key, _| ![ORIGIN, ORIGIN_DIGESTS].contains(&key.as_str()));
     let expected = lasting(&current, draft, size);
-    for (key, expected) in expected {
+    let differ = expected.into_iter().filter_map(|(key, expected)| {
         let found = found.iter().find(|(name, _)| *name == key);
         let found = found.map_or_else(|| "off".to_owned(), |(_, found)| found.clone());
-        if found != expected {
-            return Err(Error::ResumeMismatch { path: dir.into(), key, found, expected });
-        }
+        (found != expected).then_some(Mismatch { key, found, expected })
+    });
+    let mut mismatches: Vec<Mismatch> = differ.collect();
+    // The whole draft differs wherever a part of it does.
+    if mismatches.len() > 1 {
+        mismatches.retain(|mismatch| mismatch.key != WHOLE_DRAFT);
     }
     let changes = changes(&stored.settings, &current.settings);
-    check_allowed(dir, (&changes, allowed), &current)?;
-    Ok(changes)
+    let refusal = check_allowed(dir, (&changes, allowed), &current);
+    if mismatches.is_empty() {
+        return refusal.map(|()| changes);
+    }
+    let also = match refusal {
+        Err(Error::SettingsChanged { changes, .. }) => {
+            format!("; changed too, which --allow-changed permits: {changes}")
+        }
+        _ => String::new(),
+    };
+    Err(Error::ResumeMismatch { path: dir.into(), mismatches: Mismatches(mismatches), also })
 }
 
 fn restore(
@@ -311,7 +327,7 @@ fn lasting(
     let of_head = draft.head.keys.iter().map(|(key, value)| (flag(key), value.to_string()));
     // The size of the draft's vocabulary, which a head may need to know, is named already.
     let of_head = of_head.filter(|(key, _)| named.iter().all(|(other, _)| other != key));
-    let whole = ("a target whose draft is".to_owned(), format!("{draft:?}"));
+    let whole = (WHOLE_DRAFT.to_owned(), format!("{draft:?}"));
     named.iter().cloned().chain(of_head).chain([whole]).collect()
 }
 

@@ -7,6 +7,31 @@ use dflash_settings::Invalid;
 
 use crate::preflight::listed;
 
+/// A fact of a run that no resumed run can change, and what this one has in its place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mismatch {
+    /// The flag, or what it is in words.
+    pub key: String,
+    /// As the checkpoint was trained.
+    pub found: String,
+    /// As this run asks.
+    pub expected: String,
+}
+
+/// All of them, in one message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mismatches(pub Vec<Mismatch>);
+
+impl std::fmt::Display for Mismatches {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (at, Mismatch { key, found, expected }) in self.0.iter().enumerate() {
+            let start = if at == 0 { "it was trained with " } else { "; with " };
+            write!(f, "{start}{key} {found}, this run asks for {expected}")?;
+        }
+        Ok(())
+    }
+}
+
 /// Errors name the flag, path or step, and the remedy.
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
@@ -90,10 +115,13 @@ pub enum Error {
     )]
     RanksDisagree { rank: usize, path: PathBuf, found: String, expected: String },
     /// The run to be resumed was made with other settings.
-    #[error(
-        "cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}"
-    )]
-    ResumeMismatch { path: PathBuf, key: String, found: String, expected: String },
+    #[error("cannot resume {path}: {mismatches}{also}")]
+    ResumeMismatch {
+        path: PathBuf,
+        mismatches: Mismatches,
+        /// Settings that may be changed on purpose and are changed too.
+        also: String,
+    },
     /// The run to be resumed was made with other settings, which may be changed on purpose.
     #[error(
         "cannot resume {path} with other settings: {changes}; use the settings that it was trained with, or pass --allow-changed {names} to continue with these"

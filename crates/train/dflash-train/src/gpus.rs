@@ -73,15 +73,28 @@ impl Gpu {
         if name.is_empty() {
             return None;
         }
-        let known = |gpu: &&Self| name.contains(&gpu.name.to_lowercase());
+        let known = |gpu: &&Self| contains_name(&name, &gpu.name.to_lowercase());
         let typed = |gpu: &&Self| gpu.name.to_lowercase().split(' ').any(|word| word == name);
         GPUS.iter().find(known).or_else(|| GPUS.iter().find(typed)).copied()
+    }
+
+    /// The name that a mistyped one is probably for.
+    pub(crate) fn nearest(name: &str) -> Option<&'static str> {
+        dflash_settings::nearest(name, GPUS.map(|gpu| gpu.name))
     }
 
     /// The names of all, for messages.
     pub(crate) fn names() -> String {
         GPUS.map(|gpu| gpu.name).join(", ")
     }
+}
+
+/// Whether `name` has `part` in it with no digit after it: an H1000 is not an H100. GH200, a B200 in a
+/// GB200's name and the like are what they contain.
+fn contains_name(name: &str, part: &str) -> bool {
+    let ends = name.match_indices(part).map(|(at, part)| at + part.len());
+    let mut after = ends.map(|end| name[end..].chars().next());
+    after.any(|next| next.is_none_or(|next| !next.is_ascii_digit()))
 }
 
 #[cfg(test)]
@@ -104,6 +117,9 @@ mod tests {
         check("NVIDIA GeForce RTX 4090", Some(165.2));
         check("NVIDIA GB200", Some(2500.0));
         check("NVIDIA Unheard 9", None);
+        for other in ["h1000", "b2000", "NVIDIA L400", "a1000"] {
+            check(other, None);
+        }
         for (typed, tflops) in
             [("h200", 989.0), ("h100", 989.0), ("b200", 2250.0), ("a100", 312.0), ("4090", 165.2)]
         {

@@ -70,7 +70,7 @@ extern crate self as dflash_train;
 
 pub use dflash_run::Acceptance;
 pub use dry_run::dry_run;
-pub use error::Error;
+pub use error::{Error, Mismatch, Mismatches};
 pub use prepared::Prepared;
 pub use run::Outcome;
 pub use validation::{AcceptanceProbe, ProbeError, Share};

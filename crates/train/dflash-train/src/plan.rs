@@ -77,7 +77,12 @@ impl Place {
             PlanDevice::Named(name) => match Gpu::named(name) {
                 Some(gpu) => Self::Gpu(gpu.name.to_owned(), gpu),
                 None => {
-                    let expected = format!("the known ones are auto, cpu, cuda, {}", Gpu::names());
+                    let guess = Gpu::nearest(name).map(|gpu| format!("; did you mean {gpu}?"));
+                    let expected = format!(
+                        "the known ones are auto, cpu, cuda, {}{}",
+                        Gpu::names(),
+                        guess.unwrap_or_default()
+                    );
                     return Err(Invalid::new("device", name, expected));
                 }
             },

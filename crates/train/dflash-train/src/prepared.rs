@@ -70,6 +70,7 @@ impl<'a> Prepared<'a> {
         if dataset.lengths().iter().all(|&length| length < 2) {
             return Err(Error::NothingToTrain { path: data_path.into() });
         }
+        check_cut(&dataset, settings.rows.total_seq_len())?;
         let identity = TargetIdentity::read(&config.target_dir, &settings.target)?;
         let mut remarks = Vec::new();
         for data in [Some(&dataset), validation_data.as_ref()].into_iter().flatten() {
@@ -185,6 +186,30 @@ impl<'a> Prepared<'a> {
             ..StreamConfig::new(endpoints, layer_ids, target.hidden_size as usize)
         }
     }
+}
+
+/// Refuses rows that are too short for any sample's answer: known now, and not after an epoch. The first sample
+/// that can be learned from ends the search, which for most data is the first one.
+fn check_cut(dataset: &Dataset, total_seq_len: usize) -> Result<(), Invalid> {
+    let mut least = None;
+    for index in 0..dataset.len() {
+        // A sample that cannot be read is reported where it is trained on.
+        let Ok(sample) = dataset.get(index) else { return Ok(()) };
+        let pair = sample.loss_mask.windows(2).position(|pair| pair[0] && pair[1]);
+        let Some(needed) = pair.map(|at| at + 2) else { continue };
+        if needed <= total_seq_len {
+            return Ok(());
+        }
+        least = Some(least.map_or(needed, |least: usize| least.min(needed)));
+    }
+    // Without any pair at all it is not the length that is wrong.
+    let Some(least) = least else { return Ok(()) };
+    let expected = format!(
+        "that cuts every sample before its second supervised token, and nothing is left to train on; the \
+         first needs {least}, and the longest sample has {} tokens",
+        dataset.lengths().iter().max().copied().unwrap_or_default()
+    );
+    Err(Invalid::new("total_seq_len", total_seq_len, expected))
 }
 
 /// Refuses an objective that needs the target's distribution where the last states do not give it.

@@ -16,6 +16,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Error;
 use crate::batch::BatchMaker;
 use crate::config::{DraftShape, TrainConfig};
+use crate::error::{Mismatch, Mismatches};
 use crate::master_weights::MasterWeights;
 use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
@@ -197,7 +198,8 @@ pub(crate) fn vocabulary(
         return Err(match resumed_dir {
             Some(_) => {
                 let key = "a target whose number of tokens is".to_owned();
-                Error::ResumeMismatch { path, key, found, expected }
+                let mismatches = Mismatches(vec![Mismatch { key, found, expected }]);
+                Error::ResumeMismatch { path, mismatches, also: String::new() }
             }
             None => {
                 let key = "number of target tokens";

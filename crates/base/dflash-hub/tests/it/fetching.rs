@@ -254,7 +254,7 @@ fn a_split_is_its_parquet_files_in_order() {
     let hub = at(&fake, cache.path());
     let fetch = |repo: &str, split: &str| {
         let split = Split { repo: repo.into(), config: "default".into(), split: split.into() };
-        hub.split(&split, &AtomicBool::new(false)).map_err(|error| error.to_string())
+        hub.split(&split, "files work", &AtomicBool::new(false)).map_err(|error| error.to_string())
     };
     let texts = |split| -> Vec<String> {
         let files = fetch("some/data", split).unwrap();

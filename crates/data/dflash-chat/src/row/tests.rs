@@ -159,10 +159,10 @@ fn content_may_be_missing_or_in_parts() {
 #[test]
 fn keys_that_nothing_reads_are_named() {
     let turns = json!([
-        {"role": "user", "contnt": "q", "weight": 1, "refusal": null},
+        {"role": "user", "contnt": "q", "mood": 1, "refusal": null},
         {"from": "gpt", "value": "a"}]);
     let messages = conversation(&json!({"conversations": turns, "id": 1})).messages;
-    assert_eq!(messages[0].unknown_keys, ["contnt", "weight"]);
+    assert_eq!(messages[0].unknown_keys, ["contnt", "mood"]);
     assert!(messages[1].unknown_keys.is_empty());
 }
 

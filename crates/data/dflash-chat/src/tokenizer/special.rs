@@ -1,6 +1,6 @@
 //! Special tokens as a model's tokenizer configuration names them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Tokenizer};
@@ -58,6 +58,12 @@ impl SpecialIds {
             mask: named("mask_token").or_else(called_mask),
         }
     }
+}
+
+/// Ids of the tokens that are marked special.
+pub(super) fn special_tokens(tokenizer: &Tokenizer) -> HashSet<i64> {
+    let added = tokenizer.get_added_tokens_decoder();
+    added.iter().filter(|(_, token)| token.special).map(|(&id, _)| id.into()).collect()
 }
 
 /// The tokens under `added_tokens_decoder`, by their ids.

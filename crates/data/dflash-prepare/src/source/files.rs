@@ -16,19 +16,40 @@ use crate::error::Error;
 
 /// File name endings that we read.
 const ENDINGS: [&str; 4] = ["jsonl", "json", "parquet", "ndjson"];
+/// Endings after these of text that is compressed.
+const COMPRESSED: [&str; 3] = ["gz", "zst", "zstd"];
 
-/// Whether the file's ending is one that we read.
+/// Files in folders of datasets that describe the data and hold no rows.
+const METADATA: [&str; 8] = [
+    "config.json",
+    "croissant.json",
+    "dataset_dict.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "metadata.json",
+    "schema.json",
+    "state.json",
+];
+
+/// Whether the file's ending is one that we read, in upper or lower case.
 pub(super) fn is_known(path: &Path) -> bool {
-    path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known))
+    let ending = |path: &Path| Some(path.extension()?.to_str()?.to_lowercase());
+    match ending(path).as_deref() {
+        Some(last) if COMPRESSED.contains(&last) => ending(&path.with_extension(""))
+            .is_some_and(|inner| inner != "parquet" && ENDINGS.contains(&inner.as_str())),
+        Some(last) => ENDINGS.contains(&last),
+        None => false,
+    }
 }
 
-/// The data files below a directory, in order of their paths.
+/// The data files below a directory, in order of their paths. Hidden files, files that describe the
+/// data, and links back to a directory that the walk is in are left out.
 pub(super) fn of_directory(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     if dir.join("state.json").is_file() && dir.join("dataset_info.json").is_file() {
         return Err(Error::AlreadyPrepared { path: dir.into() });
     }
     let mut files = Vec::new();
-    collect(dir, &mut files)?;
+    collect(dir, &mut Vec::new(), &mut files)?;
     files.sort();
     match files.is_empty() {
         true => Err(Error::NoFiles { path: dir.into() }),
@@ -36,32 +57,48 @@ pub(super) fn of_directory(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     }
 }
 
-fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
+/// `above` are the directories that the walk is in, without links.
+fn collect(dir: &Path, above: &mut Vec<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Error> {
     let read = |source| dflash_chat::Error::Read { path: dir.into(), source };
+    let real = dir.canonicalize().map_err(read)?;
+    if above.contains(&real) {
+        return Ok(());
+    }
+    above.push(real);
     for entry in std::fs::read_dir(dir).map_err(read)? {
-        let path = entry.map_err(read)?.path();
-        if path.is_dir() {
-            collect(&path, files)?;
-        } else if is_known(&path) {
+        let entry = entry.map_err(read)?;
+        let (path, name) = (entry.path(), entry.file_name());
+        let is_left_out = name.as_encoded_bytes().starts_with(b".")
+            || METADATA.iter().any(|known| name == *known);
+        if path.is_dir() && !name.as_encoded_bytes().starts_with(b".") {
+            collect(&path, above, files)?;
+        } else if !is_left_out && is_known(&path) {
             files.push(path);
         }
     }
+    above.pop();
     Ok(())
 }
 
 /// The records of one file, or the error of opening it.
 pub(super) fn records(path: &Path) -> Records<'static> {
-    let is_parquet = path.extension().is_some_and(|ending| ending == "parquet");
+    let is_parquet = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("parquet"));
     let opened = if is_parquet { parquet_records(path) } else { json_records(path) };
     opened.unwrap_or_else(|error| Box::new(std::iter::once(Err(error))))
 }
 
 fn json_records(path: &Path) -> Result<Records<'static>, Error> {
     let path: Arc<Path> = path.into();
-    Ok(Box::new(raw_rows(&path)?.map(move |row| {
-        let row = row?;
-        let (line, bytes) = (row.line, row.bytes.len() as u64 + 1);
-        Ok(Record { path: Arc::clone(&path), line, content: Content::Json(row), bytes })
+    let (mut rows, mut read) = (raw_rows(&path)?, 0);
+    Ok(Box::new(std::iter::from_fn(move || {
+        let row = match rows.next()? {
+            Ok(row) => row,
+            Err(error) => return Some(Err(error.into())),
+        };
+        let file_bytes = rows.file_bytes() - read;
+        read += file_bytes;
+        let (path, line, bytes) = (Arc::clone(&path), row.line, row.bytes.len() as u64);
+        Some(Ok(Record { path, line, content: Content::Json(row), bytes, file_bytes }))
     })))
 }
 
@@ -77,13 +114,14 @@ fn parquet_records(path: &Path) -> Result<Records<'static>, Error> {
     Ok(Box::new((1..).zip(rows).map(move |(line, row)| {
         let row = row.map_err(parquet_error(&path))?;
         let content = columns(row).map_or_else(Content::Refused, Content::Value);
-        Ok(Record { path: Arc::clone(&path), line, content, bytes })
+        Ok(Record { path: Arc::clone(&path), line, content, bytes, file_bytes: bytes })
     })))
 }
 
 /// The row as JSON. Text may be stored as bytes without an annotation, as old Spark and Impala
 /// write it; the library's own JSON would encode it as base64, which looks like text. Bytes that
-/// are not UTF-8 are ignored in columns that no layout reads, such as an image.
+/// are not UTF-8 are ignored in columns that no layout reads, such as an image. Keys that are null in
+/// a nested value are left out: Arrow gives them to all rows when one row has them.
 ///
 /// # Errors
 /// The name of a column that is read and holds bytes that are not text.
@@ -107,7 +145,8 @@ fn json(name: &str, field: &Field) -> Result<Value, String> {
             Err(_) => Err(format!("column {name} holds bytes that are not UTF-8 text")),
         },
         Field::Group(row) => {
-            let members = row.get_column_iter();
+            // A column has the keys of all rows: those that this row lacks are null.
+            let members = row.get_column_iter().filter(|(_, field)| !matches!(field, Field::Null));
             let member = |(key, field): (&String, &Field)| {
                 Ok((key.clone(), json(&format!("{name}.{key}"), field)?))
             };

@@ -20,7 +20,7 @@ fn turns_that_say_nothing_are_taken_out_and_counted() {
             turn("assistant", "b")]}),
         json!({"messages": [{"role": "user", "contnt": "q"}, turn("assistant", "a")]}),
         json!({"messages": [turn("user", "q"),
-            {"role": "assistant", "content": "a", "weight": 1, "refusal": null}]}),
+            {"role": "assistant", "content": "a", "mood": 1, "refusal": null}]}),
         json!({"question": "q", "answer": ""}),
         json!({"messages": [turn("user", ""), turn("assistant", "a")]}),
         json!({"messages": [turn("user", "q"),
@@ -29,9 +29,9 @@ fn turns_that_say_nothing_are_taken_out_and_counted() {
     let text: Vec<String> = rows.iter().map(Value::to_string).collect();
     let summary = bench.prepare(&text.join("\n")).unwrap();
     let kept = [
-        "<user/q>/<user/r>/<assistant/[b>/]",
-        "<user/q>/<assistant/[a>/]",
-        "<user/>/<assistant/[a>/]",
+        "<user/q>/<user/r>/<assistant/[b>]/",
+        "<user/q>/<assistant/[a>]/",
+        "<user/>/<assistant/[a>]/",
     ];
     assert_eq!(bench.rows(), kept);
     let text = summary.to_string().replace(bench.root.path().to_str().unwrap(), "");
@@ -42,14 +42,14 @@ fn turns_that_say_nothing_are_taken_out_and_counted() {
         "dropped            1: a turn without content (first: /rows.jsonl:3)",
         "turns dropped      4: assistant turn with neither content nor tool calls \
          (first: /rows.jsonl:1)",
-        "unknown keys       contnt (2 messages), weight (1 message)",
+        "unknown keys       contnt (2 messages), mood (1 message)",
     ] {
         assert!(text.contains(line), "{line}\n{text}");
     }
     let provenance: Value =
         serde_json::from_slice(&fs::read(bench.path("out/dflash_prepare.json")).unwrap()).unwrap();
     assert_eq!(provenance["turns_dropped"]["empty_turn"]["count"], 4);
-    assert_eq!(provenance["unknown_keys"], json!({"contnt": 2, "weight": 1}));
+    assert_eq!(provenance["unknown_keys"], json!({"contnt": 2, "mood": 1}));
     fs::remove_dir_all(bench.path("out")).unwrap();
     let misspelled = json!({"messages": [turn("user", "q"), {"role": "assistant", "contnt": "a"}]});
     bench.check_refusal(&misspelled.to_string(), "unknown keys in messages: contnt (1 message)");
@@ -80,7 +80,7 @@ fn a_turn_of_tool_calls_says_no_more_than_the_calls() {
     // A template that prints no calls would teach to say nothing.
     let bench = Bench::new(CHATML);
     let summary = bench.prepare(&row(None)).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/>/<tool/1>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/>/<tool/1>/<assistant/[a>]/"]);
     let expect = "turns dropped      1: assistant turn of tool calls, which the chat template";
     assert!(summary.to_string().contains(expect), "{summary}");
 }

@@ -41,7 +41,7 @@ fn text_of_parquet_files_may_be_bytes_without_a_type() {
     let image: [&[u8]; 2] = [b"\xff\xd8", b"\xff\xd9"];
     write_parquet(&path, schema, &[[b"q", "\u{e9}".as_bytes()], [b"a", b"b"], image]);
     let summary = prepare(&config, &AtomicBool::new(false)).unwrap().to_string();
-    let rows = ["<user/q>/<assistant/[a>/]", "<user/\u{e9}>/<assistant/[b>/]"];
+    let rows = ["<user/q>/<assistant/[a>]/", "<user/\u{e9}>/<assistant/[b>]/"];
     // Each byte is a token, and shown as a character.
     let shown = |row: &str| row.replace('\u{e9}', "\u{c3}\u{a9}");
     let found: Vec<String> = bench.rows();
@@ -54,7 +54,7 @@ fn text_of_parquet_files_may_be_bytes_without_a_type() {
     assert!(error.contains(told), "{error}");
     config.skip_bad_rows = true;
     prepare(&config, &AtomicBool::new(false)).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>]/"]);
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn bytes_inside_lists_and_structs_are_text_too() {
     rows.close().unwrap();
     writer.close().unwrap();
     prepare(&bench.config(&[path.to_str().unwrap()]), &AtomicBool::new(false)).unwrap();
-    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>]/"]);
 }
 
 #[test]
@@ -95,10 +95,10 @@ fn columns_of_the_prompt_are_taken_and_others_are_counted() {
     assert_eq!(
         bench.rows(),
         [
-            "<system/s>/<user/q>/<assistant/[a>/]",
-            "<user/q/c>/<assistant/[a>/]",
-            "<user/q>/<assistant/[a>/]",
-            "<system/s>/<user/q>/<assistant/[a>/]"
+            "<system/s>/<user/q>/<assistant/[a>]/",
+            "<user/q/c>/<assistant/[a>]/",
+            "<user/q>/<assistant/[a>]/",
+            "<system/s>/<user/q>/<assistant/[a>]/"
         ]
     );
     let told = "unread columns     category (1 row), context (1 row), id (1 row), system (1 row)\n";
@@ -120,7 +120,7 @@ fn a_template_for_tools_in_a_file_of_its_own_is_taken() {
     let with = json!({"question": "q", "answer": "a", "tools": [{"name": "f"}]});
     let without = json!({"question": "q", "answer": "a"});
     bench.prepare(&format!("{with}\n{without}")).unwrap();
-    assert_eq!(bench.rows(), ["TOOLS <user/q>/<assistant/[a>/]", "<user/q>/<assistant/[a>/]"]);
+    assert_eq!(bench.rows(), ["TOOLS <user/q>/<assistant/[a>]/", "<user/q>/<assistant/[a>]/"]);
 }
 
 #[test]

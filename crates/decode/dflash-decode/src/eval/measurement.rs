@@ -162,6 +162,7 @@ fn answer_of(
         tokens: generation.tokens.len(),
         first_token_s: generation.prefill_seconds,
         total_s: generation.seconds(),
+        cut: !generation.finished,
         // An answer of one token has no step, and so no acceptance length.
         verification: verification.filter(|counts| counts.steps > 0),
     }

@@ -14,7 +14,7 @@ use dflash_target::Target;
 
 use super::Asked;
 use super::drafts::Drafts;
-use crate::engine::{Engine, EngineOptions, Output, Proposals, Request};
+use crate::engine::{Engine, EngineOptions, Finish, Output, Proposals, Request};
 use crate::limits::{Limits, check};
 use crate::lossless::compare;
 use crate::prompts::Prompt;
@@ -62,6 +62,8 @@ struct Active {
     first_token_s: Option<f64>,
     tokens: Vec<i64>,
     accepted: Vec<usize>,
+    /// Whether it ended at the length limit.
+    cut: bool,
 }
 
 impl Together<'_> {
@@ -208,7 +210,8 @@ impl Together<'_> {
 impl Active {
     fn new(place: Place, prompt: Prompt) -> Self {
         let (tokens, accepted) = (Vec::new(), Vec::new());
-        Self { place, prompt, began: Instant::now(), first_token_s: None, tokens, accepted }
+        let (began, first_token_s) = (Instant::now(), None);
+        Self { place, prompt, began, first_token_s, tokens, accepted, cut: false }
     }
 
     fn take(&mut self, output: &Output) {
@@ -218,6 +221,7 @@ impl Active {
         }
         self.first_token_s.get_or_insert_with(|| self.began.elapsed().as_secs_f64());
         self.tokens.extend(output.tokens.iter().map(|token| token.id));
+        self.cut = output.finish == Some(Finish::Length);
     }
 }
 
@@ -247,6 +251,7 @@ impl Round {
             tokens: one.tokens.len(),
             first_token_s: one.first_token_s.unwrap_or(total_s),
             total_s,
+            cut: one.cut,
             // An answer of one token has no step, and plain decoding has none.
             verification: Some(verification).filter(|counts| counts.steps > 0 && proposals > 0),
         });

@@ -6,9 +6,11 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{Decoder, draft_config, random_draft, save_target};
 use dflash_decode::{
-    DraftSource, Error, EvalReport, Limits, RegenerateSummary, Sampling, evaluate, regenerate,
+    DraftSource, Error, EvalReport, Limits, RegenerateData, RegenerateSummary, Sampling, evaluate,
+    regenerate,
 };
 use dflash_draft::objective::DraftVocabulary;
+use dflash_eval::sets::SetRow;
 use dflash_identity::file_digest;
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings, Speculate};
@@ -88,7 +90,7 @@ impl Place {
             draft: None,
             speculate: Speculate::Auto,
             allow_other_target: false,
-            data: data.into(),
+            data: vec![data.to_str().unwrap().to_owned()],
             output: self.path(output),
             max_new_tokens: 15,
             limit: None,
@@ -101,13 +103,29 @@ impl Place {
     }
 
     fn run(&self, settings: &RegenerateSettings) -> Result<RegenerateSummary, Error> {
-        regenerate(settings, (&self.path("target"), DraftSource::None), &GO)
+        self.answer(settings, &GO)
+    }
+
+    /// Regenerates from one JSON file, whose rows the command reads.
+    fn answer(
+        &self,
+        settings: &RegenerateSettings,
+        stop: &AtomicBool,
+    ) -> Result<RegenerateSummary, Error> {
+        let path = PathBuf::from(&settings.data[0]);
+        let row = |raw: Result<dflash_chat::RawRow, dflash_chat::Error>| {
+            let raw = raw?;
+            Ok(SetRow { path: path.clone(), line: raw.line, row: raw.parse(&path)? })
+        };
+        let rows = dflash_chat::raw_rows(&path)?.take(settings.limit.unwrap_or(usize::MAX));
+        let rows = rows.map(row).collect::<Result<Vec<_>, Error>>()?;
+        let data = RegenerateData { files: vec![path.clone()], rows };
+        regenerate(settings, (&self.path("target"), DraftSource::None), data, stop)
     }
 
     fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
         let settings = self.regeneration(data, output);
-        regenerate(&settings, (&self.path("target"), DraftSource::None), stop)
-            .map(|summary| summary.resumed)
+        self.answer(&settings, stop).map(|summary| summary.resumed)
     }
 
     /// The rows of a regenerated file.

@@ -29,6 +29,8 @@ pub(crate) struct Reply {
     pub(crate) tokens: usize,
     pub(crate) first_token_s: f64,
     pub(crate) total_s: f64,
+    /// Whether it ended at the length limit.
+    pub(crate) cut: bool,
     /// The verify steps, if the reply reports them (llama.cpp).
     pub(crate) verification: Option<Verification>,
 }
@@ -182,7 +184,8 @@ impl Stream {
                 self.first.get_or_insert(at);
                 self.reply.total_s = at;
             }
-            if choice.finish_reason.is_some() {
+            if let Some(reason) = choice.finish_reason {
+                self.reply.cut = reason == "length";
                 self.reply.total_s = at;
                 self.ended = true;
             }

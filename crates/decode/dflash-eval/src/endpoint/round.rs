@@ -316,6 +316,7 @@ impl Work {
                 tokens: reply.tokens,
                 first_token_s: reply.first_token_s,
                 total_s: reply.total_s,
+                cut: reply.cut,
                 verification: verification(&reply, counted),
             });
             let Some(next) = turns.next() else { return Ok(()) };

@@ -17,6 +17,7 @@ pub(crate) fn two(set: &str, mode: EvalMode, faster: f64) -> Vec<Measured> {
         tokens: 11,
         first_token_s: 0.5,
         total_s: 0.5 + (10.0 + row as f64) / speed,
+        cut: false,
         verification: drafted.then(|| Verification::of(&[3, row % 4, 1], 3)),
     };
     let plain: Vec<Answer> = (0..8).map(|row| answer(row, 1.0, false)).collect();

@@ -6,12 +6,17 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::{NameCounts, raw_rows, unread_prompt_columns};
 use dflash_hub::{Hub, Split};
+use dflash_settings::did_you_mean;
 use parquet::file::reader::SerializedFileReader;
 use parquet::record::reader::RowIter;
 use serde_json::{Map, Value, json};
 
 use super::catalog::{NamedSet, Place, SETS};
 use crate::Error;
+
+/// What works where the Hub does not.
+const LOCAL_FILE: &str =
+    "a file of your own works too: --prompts FILE (JSON, JSONL or Parquet) or NAME=FILE";
 
 /// Stands for every named set.
 const ALL: &str = "all";
@@ -88,8 +93,10 @@ pub fn locate(words: &[String]) -> Result<Vec<PromptSet>, Error> {
 
 fn of_word(word: &str) -> Result<Vec<PromptSet>, Error> {
     let unknown = || {
-        let names = SETS.each_ref().map(|set| set.name).join(", ");
-        Error::UnknownSet { word: word.to_owned(), names }
+        let names = SETS.each_ref().map(|set| set.name);
+        let mistyped = word.split(',').find(|name| NamedSet::find(name).is_none()).unwrap_or(word);
+        let guess = did_you_mean(mistyped, names);
+        Error::UnknownSet { word: word.to_owned(), names: names.join(", "), guess }
     };
     if Path::new(word).is_file() {
         return Ok(vec![PromptSet::of_file(word, word)]);
@@ -150,7 +157,7 @@ impl PromptSet {
             Place::Split(config, split) => {
                 let wanted =
                     Split { repo: set.repo.into(), config: config.into(), split: split.into() };
-                for path in hub.split(&wanted, stop)? {
+                for path in hub.split(&wanted, LOCAL_FILE, stop)? {
                     revision = revision.or_else(|| commit_of(&path));
                     self.read(&path, limit, &mut rows)?;
                 }

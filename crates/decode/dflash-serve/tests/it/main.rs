@@ -7,6 +7,7 @@ mod guests;
 mod lifecycle;
 mod limits;
 mod models;
+mod page;
 mod room;
 mod running;
 mod tools;

@@ -41,8 +41,11 @@ pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow
     })?;
     let mut conversation = Conversation::new(&models, settings, is_colored(settings))?;
     match prompt {
-        Some(prompt) => conversation.answer(&prompt, &mut stdout(), stop)?,
-        None => chat(&mut conversation, stop)?,
+        Some(prompt) => {
+            conversation.answer(&prompt, &mut stdout(), stop)?;
+            say_if_cut(&conversation, settings);
+        }
+        None => chat(&mut conversation, settings, stop)?,
     }
     if settings.show_blocks {
         say(conversation.summary());
@@ -77,8 +80,20 @@ fn is_colored(settings: &GenerateSettings) -> bool {
     }
 }
 
+/// Says that an answer is not whole, which its text may not show.
+fn say_if_cut(conversation: &Conversation<'_>, settings: &GenerateSettings) {
+    if conversation.was_cut() {
+        let most = settings.max_new_tokens;
+        say(format!("the answer was cut at --max-new-tokens {most}; raise it for the rest"));
+    }
+}
+
 /// Turn by turn, until the end of standard input. Ctrl-C stops an answer, and at an empty prompt the chat.
-fn chat(conversation: &mut Conversation<'_>, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+fn chat(
+    conversation: &mut Conversation<'_>,
+    settings: &GenerateSettings,
+    stop: &Arc<AtomicBool>,
+) -> anyhow::Result<()> {
     say("Type a turn and Enter; Ctrl-C stops an answer, Ctrl-D ends.");
     let terminal = Terminal::new();
     loop {
@@ -97,7 +112,10 @@ fn chat(conversation: &mut Conversation<'_>, stop: &Arc<AtomicBool>) -> anyhow::
             ) => {
                 say(format!("error: {error}"));
             }
-            answered => answered?,
+            answered => {
+                answered?;
+                say_if_cut(conversation, settings);
+            }
         }
     }
 }

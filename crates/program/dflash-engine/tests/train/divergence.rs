@@ -29,7 +29,7 @@ fn follow(world: &World, save: &str, (more, failed): (&[&str], &Run)) -> Run {
     run
 }
 
-const DIVERGE: [&str; 4] = ["--lr", "1e12", "--max-bad-steps", "3"];
+const DIVERGE: [&str; 5] = ["--lr", "1e12", "--allow-any-lr", "--max-bad-steps", "3"];
 
 #[test]
 fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_its_advice_works() {
@@ -76,7 +76,7 @@ fn a_run_that_diverges_at_once_says_how_to_begin_again() {
 #[test]
 fn weights_beyond_reason_are_no_success() {
     let world = World::new();
-    let more = ["--lr", "1000", "--save-every", "4", "--epochs", "3"];
+    let more = ["--lr", "1000", "--allow-any-lr", "--save-every", "4", "--epochs", "3"];
     let run = fail(&world, "out", &more, "the run has diverged: at step ");
     assert!(run.stderr.contains("--resume will not take step "), "{}", run.stderr);
     assert!(run.stderr.contains("weights are beyond 1000"), "{}", run.stderr);

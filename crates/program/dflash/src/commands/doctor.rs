@@ -3,6 +3,7 @@
 mod finding;
 mod hub;
 mod machine;
+mod places;
 mod programs;
 
 use anyhow::bail;
@@ -31,6 +32,7 @@ pub(crate) fn run(settings: &DoctorSettings, stop: &Arc<AtomicBool>) -> anyhow::
 fn look(settings: &DoctorSettings, stop: &AtomicBool) -> Vec<Finding> {
     let mut findings = programs::look();
     findings.extend(machine::look(&settings.dir, &settings.ports));
+    findings.extend(places::look());
     if !stop.load(Ordering::Relaxed) {
         findings.push(hub::look(settings.offline));
     }

@@ -9,7 +9,9 @@ use anyhow::Context;
 use clap_complete::Generator;
 use clap_complete::aot;
 use clap_mangen::Man;
+use clap_mangen::roff::{Roff, bold, roman};
 use dflash::cli::definition;
+use dflash::name;
 use dflash_settings::{CompletionsSettings, ManSettings, Shell};
 
 /// Prints the completions to standard output.
@@ -22,7 +24,7 @@ pub(crate) fn completions(settings: &CompletionsSettings) -> anyhow::Result<()> 
         Shell::Powershell => aot::Shell::PowerShell,
     };
     let mut definition = definition();
-    definition.set_bin_name("dflash");
+    definition.set_bin_name(name::invoked());
     definition.build();
     shell.try_generate(&definition, &mut io::stdout()).context("cannot write to standard output")
 }
@@ -39,13 +41,63 @@ pub(crate) fn man(settings: &ManSettings) -> anyhow::Result<()> {
 
 /// The page of a command, and those of the commands below it.
 fn write_page(dir: &Path, name: &str, command: &clap::Command) -> anyhow::Result<()> {
-    let mut text = Vec::new();
-    Man::new(command.clone()).title(name.to_uppercase()).render(&mut text)?;
+    let text = page(name, command)?;
     let path = dir.join(format!("{name}.1"));
     dflash_io::write_bytes(&path, &text)?;
     println!("{}", path.display());
     command
         .get_subcommands()
-        .filter(|inner| !inner.is_hide_set())
+        .filter(|inner| !inner.is_hide_set() && inner.get_name() != "help")
         .try_for_each(|inner| write_page(dir, &format!("{name}-{}", inner.get_name()), inner))
+}
+
+/// What a program says by its exit code, as the module `exit` decides it.
+const EXIT_STATUS: [(&str, &str); 5] = [
+    ("0", "Everything was done, or a server was ended by a signal."),
+    ("1", "An error that the user can mend: input, paths, ports, disk, memory."),
+    ("2", "A mistake on the command line."),
+    ("101", "A bug of the program."),
+    ("128 + n", "Ended by signal n: 130 after Ctrl-C, 143 after SIGTERM. A training has saved."),
+];
+
+/// Variables that several commands read. Those of a single flag stand beside the flag too.
+const ENVIRONMENT: [(&str, &str); 7] = [
+    ("DFLASH_LIBTORCH", "The libtorch to use, in place of the one that is searched for."),
+    ("DFLASH_LOG", "Filter of the log on stderr, such as debug."),
+    ("DFLASH_CPU_LEVEL", "The CPU instruction level."),
+    ("HF_HOME, HF_HUB_CACHE", "Where models and datasets of the Hub are kept."),
+    ("HF_ENDPOINT", "A mirror of the Hub."),
+    ("HF_TOKEN", "The login on the Hub."),
+    ("HF_HUB_OFFLINE", "1: use what is kept, and no network."),
+];
+
+fn page(name: &str, command: &clap::Command) -> anyhow::Result<Vec<u8>> {
+    let examples = command.get_after_help().map(ToString::to_string);
+    // clap would print these under EXTRA.
+    let bare = command.clone().after_help(clap::builder::Resettable::Reset);
+    let mut text = Vec::new();
+    Man::new(bare).title(name.to_uppercase()).render(&mut text)?;
+    if let Some(examples) = examples {
+        let lines = examples.lines().map(|line| line.trim_start_matches("Example: "));
+        section(&mut text, "EXAMPLES", lines.map(|line| (line, "")))?;
+    }
+    section(&mut text, "EXIT STATUS", EXIT_STATUS)?;
+    section(&mut text, "ENVIRONMENT", ENVIRONMENT)?;
+    Ok(text)
+}
+
+/// A section of terms with what they mean.
+fn section<'a>(
+    out: &mut Vec<u8>,
+    title: &str,
+    items: impl IntoIterator<Item = (&'a str, &'a str)>,
+) -> io::Result<()> {
+    let mut page = Roff::new();
+    page.control("SH", [title]);
+    for (term, meaning) in items {
+        page.control("TP", []).text([bold(term)]);
+        page.text([roman(meaning)]);
+    }
+    // The writer puts definitions for apostrophes at the head of each text; the page has them.
+    page.to_writer(out)
 }

@@ -12,12 +12,16 @@ use crate::error::Error;
 /// Every key of `table` in the run file, in the file's order; the other tables are for other
 /// commands.
 pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| Error::ReadRunFile { path: path.into(), source })?;
+    let text = std::fs::read_to_string(path).map_err(|source| Error::ReadRunFile {
+        hint: hint(table, path),
+        path: path.into(),
+        source,
+    })?;
     let place = |at: usize| Place::File { path: path.into(), line: line_of(&text, at) };
     let document = DeTable::parse(&text).map_err(|error| Error::RunFileSyntax {
         place: place(error.span().map_or(0, |span| span.start)).to_string(),
         reason: error.message().to_owned(),
+        hint: hint(table, path),
     })?;
     let mut entries = Vec::new();
     for (name, content) in document.get_ref() {
@@ -45,4 +49,21 @@ pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
 /// 1-based line of a byte of the text.
 fn line_of(text: &str, at: usize) -> usize {
     1 + text.as_bytes()[..at.min(text.len())].iter().filter(|&&byte| byte == b'\n').count()
+}
+
+/// How a word that may not be meant as a run file is given to the command.
+fn hint(table: &str, path: &Path) -> String {
+    if path.extension().is_some_and(|ending| ending == "toml") {
+        return String::new();
+    }
+    let flag = match table {
+        "eval" => "--prompts",
+        "regenerate" | "prepare" => "--data",
+        "train" => "--data-path",
+        _ => "--target",
+    };
+    format!(
+        "; a word without a flag is a run file (TOML); values follow their flags, as in {flag} {}",
+        path.display()
+    )
 }

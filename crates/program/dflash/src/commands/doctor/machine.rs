@@ -126,7 +126,7 @@ fn disk(what: &'static str, dir: &Path) -> Finding {
     }
 }
 
-fn try_to_write(dir: &Path) -> std::io::Result<()> {
+pub(super) fn try_to_write(dir: &Path) -> std::io::Result<()> {
     let path = dir.join(format!(".dflash-doctor-{}", std::process::id()));
     fs::File::create_new(&path)?;
     fs::remove_file(path)

@@ -2,8 +2,9 @@
 
 use std::process::Stdio;
 
-use dflash::engine;
 use dflash::libtorch::{Found, Search, VERSION, has_cuda, has_driver};
+use dflash::namesakes::{Namesake, REMEDY};
+use dflash::{Error, engine};
 use dflash_cpu::CpuLevel;
 use serde::Deserialize;
 
@@ -29,6 +30,9 @@ struct EngineInfo {
 /// Looks at what the programs need to start, by starting the engine.
 pub(super) fn look() -> Vec<Finding> {
     let mut findings = vec![Finding::ok("dflash", env!("CARGO_PKG_VERSION"))];
+    findings.extend(
+        Namesake::find().map(|other| Finding::warning("other dflash", other.to_string(), REMEDY)),
+    );
     let libtorch = std::env::current_exe().map(|program| Search::from_env(&program).find());
     match libtorch {
         Ok(Ok(found)) => {
@@ -36,11 +40,10 @@ pub(super) fn look() -> Vec<Finding> {
             findings.push(Finding::ok("libtorch", text));
             look_at_engine(&mut findings, &found);
         }
-        Ok(Err(error)) => findings.push(Finding::missing(
-            "libtorch",
-            error.to_string(),
-            format!("{PIP}, or `make setup` in the source tree"),
-        )),
+        Ok(Err(error)) => {
+            let remedy = remedy(&error);
+            findings.push(Finding::missing("libtorch", error.to_string(), remedy));
+        }
         Err(error) => findings.push(Finding::missing(
             "libtorch",
             format!("this program cannot find itself: {error}"),
@@ -48,6 +51,20 @@ pub(super) fn look() -> Vec<Finding> {
         )),
     }
     findings
+}
+
+/// What helps: where a variable names a wrong libtorch nothing that is installed does, until it is unset.
+fn remedy(error: &Error) -> String {
+    let install = format!("{PIP}, or `make setup` in the source tree");
+    let Error::WrongLibtorch { variable, .. } = error else { return install };
+    let searched = std::env::current_exe()
+        .map(|program| Search { named: Vec::new(), ..Search::from_env(&program) }.find());
+    match searched {
+        Ok(Ok(Found { version, root, .. })) => {
+            format!("`unset {variable}`: libtorch {version} at {} is used then", root.display())
+        }
+        _ => format!("`unset {variable}`, then {install}"),
+    }
 }
 
 fn look_at_engine(findings: &mut Vec<Finding>, libtorch: &Found) {
