@@ -11,7 +11,7 @@ use dflash_settings::shown_endpoint;
 use crate::client::Session;
 use crate::error::{Error, Reason};
 use crate::name::Name;
-use crate::part::Part;
+use crate::part::ModelPart;
 
 /// How often a download checks the stop flag.
 const STOP_POLL: Duration = Duration::from_millis(100);
@@ -52,7 +52,7 @@ impl Hub {
     ///
     /// # Errors
     /// [`Error::NoDirectory`], [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
-    pub fn model(&self, name: &str, part: Part, stop: &AtomicBool) -> Result<PathBuf, Error> {
+    pub fn model(&self, name: &str, part: ModelPart, stop: &AtomicBool) -> Result<PathBuf, Error> {
         let path = Path::new(name);
         if path.is_dir() {
             return Ok(path.to_path_buf());

@@ -19,5 +19,5 @@ pub use error::{Error, Reason};
 pub use hub::{Hub, Split};
 pub use login::Login;
 pub use name::is_repository;
-pub use part::Part;
+pub use part::ModelPart;
 pub use push::{Outgoing, Publication, Published, Refusal, Token};

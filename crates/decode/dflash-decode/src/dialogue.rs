@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::Error;
 use crate::limits::Limits;
-use crate::rows::{Place, fits, prompt_ids};
+use crate::rows::{RowPlace, fits, prompt_ids};
 
 /// What a dialogue needs from the target.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +59,11 @@ impl Dialogue {
     ///
     /// # Errors
     /// A row that is not understood, or has no question.
-    pub(crate) fn new(row: &Value, place: Place<'_>, speaker: Speaker<'_>) -> Result<Self, Error> {
+    pub(crate) fn new(
+        row: &Value,
+        place: RowPlace<'_>,
+        speaker: Speaker<'_>,
+    ) -> Result<Self, Error> {
         let mut dialogue = Self {
             line: place.line(),
             messages: Vec::new(),
@@ -163,7 +167,7 @@ impl Dialogue {
     }
 
     fn prompt(&self, speaker: Speaker<'_>) -> Result<Vec<i64>, dflash_chat::Error> {
-        prompt_ids(speaker.tokenizer, (&self.messages, self.tools.as_ref()), speaker.config)
+        prompt_ids(speaker.tokenizer, &self.messages, self.tools.as_ref(), speaker.config)
     }
 
     /// Renders the whole conversation with placeholder answers: it is better to learn what a

@@ -13,7 +13,7 @@ use dflash_chat::{ChatTokenizer, NameCounts, unread_prompt_columns};
 use dflash_io::{Progress, Unit};
 use dflash_settings::RegenerateSettings;
 use dflash_target::TargetConfig;
-use dflash_tensor::place;
+use dflash_tensor::{DeviceKind, place};
 
 use crate::Error;
 use crate::dialogue::{Dialogue, Next, Speaker};
@@ -21,7 +21,7 @@ use crate::engine::{Engine, EngineOptions, Request, SequenceId};
 use crate::limits::{Limits, check};
 use crate::models::{DraftSource, Models, ModelsConfig};
 use crate::partial::{Found, PartialOutput, find};
-use crate::rows::{Place, read_rows};
+use crate::rows::{RowPlace, read_rows};
 use crate::sampling::Sampling;
 use crate::stamp::Stamp;
 
@@ -61,16 +61,17 @@ pub struct RegenerateSummary {
 /// [`Error::Interrupted`].
 pub fn regenerate(
     settings: &RegenerateSettings,
-    (target_dir, draft): (&Path, DraftSource),
+    target_dir: &Path,
+    draft: DraftSource,
     stop: &AtomicBool,
 ) -> Result<RegenerateSummary, Error> {
-    let (_, dtype) = place(settings.device, settings.dtype, 0)?;
+    let DeviceKind { kind: dtype, .. } = place(settings.device, settings.dtype, 0)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let config = TargetConfig::load(target_dir)?;
     let limits = Limits::new(&config, &tokenizer, settings.max_new_tokens);
     let speaker = Speaker { tokenizer: &tokenizer, config: &config, limits: &limits };
     let Dialogues { usable: dialogues, skipped, unread_columns } = read(settings, speaker)?;
-    let stamp = Stamp::new(settings, target_dir, (&config, &tokenizer, &limits), dtype)?;
+    let stamp = Stamp::new(settings, target_dir, speaker, dtype)?;
     let found = find(&settings.output, &stamp, dialogues.len(), settings.overwrite)?;
     let resumed = found.prompts();
     let mut summary = RegenerateSummary {
@@ -105,7 +106,7 @@ pub fn regenerate(
         speculate: settings.speculate,
     })?;
     let data = settings.data.as_path();
-    let mut work = Work::new((data, dialogues), output.written(), speaker, engine);
+    let mut work = Work::new(data, dialogues, output.written(), speaker, engine);
     while let Some(answers) = work.step(stop)? {
         for answer in answers {
             work.take(answer, &mut output, &mut summary)?;
@@ -127,11 +128,11 @@ struct Dialogues {
 
 fn read(settings: &RegenerateSettings, speaker: Speaker<'_>) -> Result<Dialogues, Error> {
     let mut unread_columns = NameCounts::default();
-    let read = |row, place: Place<'_>| {
+    let read = |row, place: RowPlace<'_>| {
         unread_columns.add_each(unread_prompt_columns(&row));
         Dialogue::new(&row, place, speaker)
     };
-    let mut usable = read_rows((&settings.data, settings.limit), read)?;
+    let mut usable = read_rows(&settings.data, settings.limit, read)?;
     let read = usable.len();
     usable.retain(|dialogue| dialogue.fits(speaker));
     if usable.is_empty() {
@@ -161,7 +162,8 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn new(
-        (data, dialogues): (&'a Path, Vec<Dialogue>),
+        data: &'a Path,
+        dialogues: Vec<Dialogue>,
         resumed: usize,
         speaker: Speaker<'a>,
         engine: Engine<'a>,

@@ -8,17 +8,15 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-use dflash_chat::ChatTokenizer;
 use dflash_identity::{TargetIdentity, file_digest, hex};
 use dflash_settings::RegenerateSettings;
-use dflash_target::TargetConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tch::Kind;
 
 use crate::Error;
-use crate::limits::Limits;
+use crate::dialogue::Speaker;
 
 /// Items by the name under which a difference is reported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,9 +31,10 @@ impl Stamp {
     pub(crate) fn new(
         settings: &RegenerateSettings,
         target_dir: &Path,
-        (config, tokenizer, limits): (&TargetConfig, &ChatTokenizer, &Limits),
+        speaker: Speaker<'_>,
         dtype: Kind,
     ) -> Result<Self, Error> {
+        let Speaker { tokenizer, config, limits } = speaker;
         let items = [
             ("data", json!(file_digest(&settings.data)?)),
             ("target", json!(TargetIdentity::read(target_dir, "")?.digests())),

@@ -13,7 +13,8 @@ mod sequences;
 
 use dflash_kernels::decode::{Cache, Stack};
 use dflash_kernels::kernels::Kernels;
-use dflash_tensor::attention_span::{Masks, Place};
+use dflash_tensor::DeviceKind;
+use dflash_tensor::attention_span::{AttentionPlace, Masks};
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::{Scores, dense, scored_attention};
 use tch::{Device, Kind, Tensor};
@@ -128,18 +129,19 @@ impl KvCache {
 
     pub(crate) fn new(
         body: &Body,
-        options: (Kind, Device),
+        place: DeviceKind,
         few: Option<&Stack>,
         capacity: usize,
     ) -> Self {
         let capacity = capacity as i64;
         // The operating system hands out pages as rows are written: spare capacity costs nothing.
-        let empty = |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], options);
-        let positions = Tensor::arange(capacity, (Kind::Int64, options.1));
-        let tables = body.tables(&positions, options.0);
+        let empty =
+            |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], place.options());
+        let positions = Tensor::arange(capacity, (Kind::Int64, place.device));
+        let tables = body.tables(&positions, place.kind);
         let packed_cache = few.map(|stack| {
             let half = &tables[0].half;
-            stack.new_cache((&half.cos_td, &half.sin_td))
+            stack.new_cache(&half.cos_td, &half.sin_td)
         });
         let layer = |(number, memory): (usize, Memory)| match (memory, &packed_cache) {
             (Memory::Keys { .. }, Some(held)) => {
@@ -299,7 +301,7 @@ impl CachedAttention<'_> {
 
     /// What is stored for the layer of `place` of the tokens that the last `tokens` see, these included:
     /// keys and values in `kind`, and the first one's position.
-    fn seen(&self, place: Place<'_>, tokens: i64, kind: Kind) -> (Tensor, Tensor, i64) {
+    fn seen(&self, place: AttentionPlace<'_>, tokens: i64, kind: Kind) -> (Tensor, Tensor, i64) {
         let (Held::Keys(layer) | Held::Latent(layer)) = &self.cache.layers[place.layer] else {
             panic!("layer {} keeps no keys", place.layer)
         };
@@ -313,7 +315,7 @@ impl CachedAttention<'_> {
     /// Attention of queries over keys and values [1, heads, keys, ..] from position `first_key` on.
     fn over(
         &mut self,
-        place: Place<'_>,
+        place: AttentionPlace<'_>,
         q_tnd: &Tensor,
         kernels: Kernels,
         k: Tensor,
@@ -336,7 +338,7 @@ impl CachedAttention<'_> {
     /// The same by the kernels of a GPU, where these take it.
     fn flash(
         &mut self,
-        place: Place<'_>,
+        place: AttentionPlace<'_>,
         q_tnd: &Tensor,
         kernels: Kernels,
         k_1msd: &Tensor,
@@ -363,7 +365,7 @@ impl Attend for CachedAttention<'_> {
         fits.then(|| (rows(&layer.k_1msd), rows(&layer.v_1mse)))
     }
 
-    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
+    fn attend(&mut self, place: AttentionPlace<'_>, projected: &Projected) -> Tensor {
         if !projected.are_kept {
             self.store(place.layer, &projected.k_tmd, &projected.v_tme);
         }
@@ -375,7 +377,7 @@ impl Attend for CachedAttention<'_> {
         self.over(place, &projected.q_tnd, projected.kernels, k, v, first_key)
     }
 
-    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+    fn attend_latent(&mut self, place: AttentionPlace<'_>, latent: &Latent<'_>) -> Tensor {
         let tokens = latent.q_tnd.size()[0];
         if self.cache.len > 0 && !latent.up.expands(tokens) {
             return latent.up.values(&self.attend(place, &latent.absorbed()));

@@ -9,9 +9,9 @@ use std::ops::Range;
 
 use dflash_kernels::decode::{Layout, Projection, Weight};
 use dflash_kernels::kernels::Kernels;
-use dflash_tensor::weights::Rows;
-use dflash_tensor::{Result, Weights};
-use tch::{Device, Kind, Tensor};
+use dflash_tensor::weights::WeightRows;
+use dflash_tensor::{DeviceKind, Result, Weights};
+use tch::{Kind, Tensor};
 
 use super::config::{INITIALIZER_RANGE, TargetConfig};
 use super::layer::RmsNorm;
@@ -23,8 +23,8 @@ use super::parallel::Shard;
 pub(crate) struct Init<'a> {
     /// The checkpoint, or `None` for fresh trainable float32 weights.
     pub(crate) weights: Option<&'a Weights>,
-    /// Kind and device of the parameters.
-    pub(crate) options: (Kind, Device),
+    /// Device and kind of the parameters.
+    pub(crate) place: DeviceKind,
     /// What the checkpoint's names begin with, with its last dot.
     pub(crate) prefix: &'a str,
     /// What this rank has of layers that are divided.
@@ -81,7 +81,7 @@ pub(crate) struct Linear {
     /// Name of the fused projection, with its module's path.
     name: String,
     /// What is fused, in order.
-    parts: Vec<Part>,
+    parts: Vec<FusedPart>,
     weight: Held,
     bias_o: Option<Tensor>,
     split: Split,
@@ -98,7 +98,7 @@ enum Held {
 
 /// A part of a fused projection.
 #[derive(Debug)]
-struct Part {
+struct FusedPart {
     /// The checkpoint's name, without `.weight`.
     name: String,
     /// Outputs, and which of them are this rank's.
@@ -132,28 +132,28 @@ impl LinearSpec<'_> {
         }
     }
 
-    fn parts(&self, shard: &Shard) -> Vec<Part> {
+    fn parts(&self, shard: &Shard) -> Vec<FusedPart> {
         let part = |&(name, outputs): &(&str, Outputs)| {
             let (name, whole) = (self.path(name), outputs.whole());
             let own = match self.split {
                 Split::Outputs => outputs.own(shard),
                 Split::Whole | Split::Inputs => 0..whole,
             };
-            Part { name, whole, own }
+            FusedPart { name, whole, own }
         };
         self.parts.iter().map(part).collect()
     }
 }
 
-impl Part {
+impl FusedPart {
     /// Outputs that are this rank's.
     fn size(&self) -> i64 {
         self.own.end - self.own.start
     }
 
     /// This rank's rows of the stored tensor that `parts` are.
-    fn rows(parts: &[Self]) -> Rows {
-        let mut rows = Rows { whole: 0, own: Vec::new() };
+    fn rows(parts: &[Self]) -> WeightRows {
+        let mut rows = WeightRows { whole: 0, own: Vec::new() };
         for Self { whole, own, .. } in parts {
             rows.own.push(rows.whole + own.start..rows.whole + own.end);
             rows.whole += whole;
@@ -196,7 +196,7 @@ impl Init<'_> {
             return self.linear(spec);
         };
         let parts = spec.parts(&self.shard);
-        let rows = |part: &Part| (format!("{}.weight", part.name), part.whole);
+        let rows = |part: &FusedPart| (format!("{}.weight", part.name), part.whole);
         let rows: Vec<(String, i64)> = parts.iter().map(rows).collect();
         let weight = PackedWeight::read(weights, &rows, spec.input, packing, layout)?;
         let linear = self.unread(spec, parts, Held::Packed(weight));
@@ -205,7 +205,7 @@ impl Init<'_> {
     }
 
     /// A fused projection with room for its biases.
-    fn unread(&self, spec: &LinearSpec, parts: Vec<Part>, weight: Held) -> Linear {
+    fn unread(&self, spec: &LinearSpec, parts: Vec<FusedPart>, weight: Held) -> Linear {
         let bias_o = spec.bias.then(|| self.room(&[parts_size(&parts)]));
         let is_fresh = self.weights.is_none();
         Linear {
@@ -221,7 +221,7 @@ impl Init<'_> {
     /// The weight of a norm.
     pub(crate) fn norm(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
-            Some(weights) => weights.read(name, &[size], self.options),
+            Some(weights) => weights.read(name, &[size], self.place),
             None => Ok(self.fresh(&[size], 1.0).set_requires_grad(true)),
         }
     }
@@ -230,7 +230,7 @@ impl Init<'_> {
     /// coarsely than either.
     pub(crate) fn norm_plus_one(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
-            Some(weights) => Ok(weights.read(name, &[size], (Kind::Float, self.options.1))? + 1.0),
+            Some(weights) => Ok(weights.read(name, &[size], self.float32_place())? + 1.0),
             None => Ok(self.fresh(&[size], 1.0).set_requires_grad(true)),
         }
     }
@@ -247,34 +247,38 @@ impl Init<'_> {
     /// A matrix in the checkpoint's own layout.
     pub(crate) fn matrix(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
         match self.weights {
-            Some(weights) => weights.read(name, shape, self.options),
+            Some(weights) => weights.read(name, shape, self.place),
             None => Ok(self.trainable(shape)),
         }
     }
 
     /// A tensor in float32 whatever the model runs in, as the checkpoint lays it out.
     pub(crate) fn float32(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
-        let options = (Kind::Float, self.options.1);
+        let place = self.float32_place();
         match self.weights {
-            Some(weights) => weights.read(name, shape, options),
-            None => Ok(Tensor::randn(shape, options) * INITIALIZER_RANGE),
+            Some(weights) => weights.read(name, shape, place),
+            None => Ok(Tensor::randn(shape, place.options()) * INITIALIZER_RANGE),
         }
+    }
+
+    fn float32_place(&self) -> DeviceKind {
+        DeviceKind { kind: Kind::Float, ..self.place }
     }
 
     /// Zeros, or what the checkpoint is about to be read into.
     fn room(&self, shape: &[i64]) -> Tensor {
         match self.weights {
-            Some(_) => Tensor::empty(shape, self.options),
+            Some(_) => Tensor::empty(shape, self.place.options()),
             None => self.fresh(shape, 0.0),
         }
     }
 
     fn fresh(&self, shape: &[i64], value: f64) -> Tensor {
-        Tensor::full(shape, value, self.options)
+        Tensor::full(shape, value, self.place.options())
     }
 
     fn trainable(&self, shape: &[i64]) -> Tensor {
-        (Tensor::randn(shape, self.options) * INITIALIZER_RANGE).set_requires_grad(true)
+        (Tensor::randn(shape, self.place.options()) * INITIALIZER_RANGE).set_requires_grad(true)
     }
 }
 
@@ -387,7 +391,7 @@ impl Linear {
     }
 
     /// By stored tensor: the parts that it is, and this rank's weight [O, I] and bias of them, as views.
-    fn stored(&self) -> Vec<(&[Part], Tensor, Option<Tensor>)> {
+    fn stored(&self) -> Vec<(&[FusedPart], Tensor, Option<Tensor>)> {
         let weight_io = self.weight_io();
         let view = |(parts, start, size)| {
             let weight_oi = weight_io.narrow(1, start, size).transpose(0, 1);
@@ -398,7 +402,7 @@ impl Linear {
     }
 
     /// By stored tensor: the parts that it is, the first of their outputs, and how many they are.
-    fn stored_parts(&self) -> impl Iterator<Item = (&[Part], i64, i64)> {
+    fn stored_parts(&self) -> impl Iterator<Item = (&[FusedPart], i64, i64)> {
         let mut start = 0;
         self.parts.chunk_by(|one, next| one.name == next.name).map(move |parts| {
             let size = parts_size(parts);
@@ -409,7 +413,7 @@ impl Linear {
 
     fn read(&self, weights: &Weights) -> Result<()> {
         for (parts, weight_oi, _) in self.stored() {
-            let (name, rows) = (&parts[0].name, Part::rows(parts));
+            let (name, rows) = (&parts[0].name, FusedPart::rows(parts));
             let weight = format!("{name}.weight");
             match self.is_summed() {
                 true => {
@@ -426,7 +430,7 @@ impl Linear {
     fn read_biases(&self, weights: &Weights) -> Result<()> {
         let Some(bias_o) = &self.bias_o else { return Ok(()) };
         for (parts, start, size) in self.stored_parts() {
-            let (name, rows) = (format!("{}.bias", parts[0].name), Part::rows(parts));
+            let (name, rows) = (format!("{}.bias", parts[0].name), FusedPart::rows(parts));
             weights.read_rows_into(&name, &rows, &bias_o.narrow(0, start, size))?;
         }
         Ok(())
@@ -434,8 +438,8 @@ impl Linear {
 }
 
 /// Outputs of so many parts that are this rank's.
-fn parts_size(parts: &[Part]) -> i64 {
-    parts.iter().map(Part::size).sum()
+fn parts_size(parts: &[FusedPart]) -> i64 {
+    parts.iter().map(FusedPart::size).sum()
 }
 
 #[cfg(test)]
@@ -444,8 +448,6 @@ mod tests {
     use super::*;
     use dflash_tensor::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
-
-    const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
     fn spec(bias: bool) -> LinearSpec<'static> {
         LinearSpec {
@@ -462,7 +464,7 @@ mod tests {
     fn fused_projections_are_the_separate_ones() {
         let _draws = seeded(tch::manual_seed);
         let dir = tempfile::tempdir().unwrap();
-        let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
+        let random = |shape: &[i64]| Tensor::randn(shape, DeviceKind::CPU_F32.options());
         let stored = [
             ("m.a.weight", random(&[3, 4])),
             ("m.a.bias", random(&[3])),
@@ -474,7 +476,7 @@ mod tests {
         let weights = Weights::open(dir.path()).unwrap();
         let init = Init {
             weights: Some(&weights),
-            options: OPTIONS,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::WHOLE,
             packing: None,
@@ -496,7 +498,7 @@ mod tests {
     fn a_rank_reads_its_rows_of_every_part() {
         let _draws = seeded(tch::manual_seed);
         let dir = tempfile::tempdir().unwrap();
-        let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
+        let random = |shape: &[i64]| Tensor::randn(shape, DeviceKind::CPU_F32.options());
         let stored = [
             ("m.ab.weight", random(&[6, 4])),
             ("m.ab.bias", random(&[6])),
@@ -509,7 +511,7 @@ mod tests {
         let of_rank = |shard| {
             let init = Init {
                 weights: Some(&weights),
-                options: OPTIONS,
+                place: DeviceKind::CPU_F32,
                 prefix: "",
                 shard,
                 packing: None,
@@ -532,7 +534,7 @@ mod tests {
         // A part alone would fit into the stored tensor, but not all that the parts say.
         let init = Init {
             weights: Some(&weights),
-            options: OPTIONS,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::new(0, 2, None),
             packing: None,
@@ -565,7 +567,7 @@ mod tests {
     fn fresh_parameters_are_trainable_leaves_named_once() {
         let init = Init {
             weights: None,
-            options: OPTIONS,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::WHOLE,
             packing: None,

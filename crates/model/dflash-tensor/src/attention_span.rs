@@ -47,7 +47,7 @@ impl AttentionSpan {
 
 /// Which layer asks for attention, how far back it sees, and how it scores.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct AttentionPlace<'a> {
     /// The layer whose keys and values these are.
     pub layer: usize,
     /// How far back its queries see.

@@ -116,7 +116,8 @@ impl NcclGroup {
     /// [`Error::NoNccl`], [`Error::Nccl`]: two ranks on one GPU are refused, for instance.
     pub fn join(
         id: &[u8; ID_BYTES],
-        (rank, size): (usize, usize),
+        rank: usize,
+        size: usize,
         device: Device,
     ) -> Result<Self, Error> {
         let library = Library::open()?;
@@ -417,7 +418,7 @@ mod tests {
     fn finding_agrees_with_joining() {
         // Without NCCL both say why; with it this machine may still lack a GPU.
         if let Err(missing) = find_nccl() {
-            let refused = NcclGroup::join(&[0; ID_BYTES], (0, 1), Device::Cuda(0)).err().unwrap();
+            let refused = NcclGroup::join(&[0; ID_BYTES], 0, 1, Device::Cuda(0)).err().unwrap();
             assert_eq!(refused.to_string(), missing.to_string());
         }
     }

@@ -89,32 +89,32 @@ pub fn is_fake_cuda() -> bool {
 /// # Panics
 /// Tensors that are not fake: a bug of the caller.
 pub fn own_kernel(name: &'static str, reads: &[&Tensor], writes: &[&Tensor]) {
-    own_kernels((name, 1), reads, writes);
+    own_kernels(name, 1, reads, writes);
 }
 
-/// The same for so many launches that share the work.
+/// The same for so many `launches` that share the work.
 ///
 /// # Panics
 /// As [`own_kernel`].
-pub fn own_kernels(kernel: (&'static str, i64), reads: &[&Tensor], writes: &[&Tensor]) {
+pub fn own_kernels(name: &'static str, launches: i64, reads: &[&Tensor], writes: &[&Tensor]) {
     if is_fake_cuda() {
-        shim::own_kernel(kernel, reads, writes).unwrap_or_else(|error| panic!("{error}"));
+        shim::own_kernel(name, launches, reads, writes).unwrap_or_else(|error| panic!("{error}"));
     }
 }
 
 /// The part of a step that the thread is in until this is dropped.
 #[derive(Debug)]
 #[must_use = "the part ends when this is dropped"]
-pub struct Part {
+pub struct TracedPart {
     before: Option<u32>,
 }
 
 /// What follows belongs to the part `name`, until the result is dropped. Parts nest; the inner counts.
-pub fn part(name: &'static str) -> Part {
+pub fn part(name: &'static str) -> TracedPart {
     if !is_fake_cuda() && !TIMED.get() {
-        return Part { before: None };
+        return TracedPart { before: None };
     }
-    Part { before: Some(enter(number(name))) }
+    TracedPart { before: Some(enter(number(name))) }
 }
 
 fn enter(number: u32) -> u32 {
@@ -137,7 +137,7 @@ fn number(name: &'static str) -> u32 {
     })
 }
 
-impl Drop for Part {
+impl Drop for TracedPart {
     fn drop(&mut self) {
         if let Some(before) = self.before {
             enter(before);

@@ -3,9 +3,9 @@
 
 use dflash_identity::file_digest;
 use dflash_settings::{Classed, Setting, TrainSettings};
-use dflash_tensor::{device_name, kind_name};
+use dflash_tensor::{DeviceKind, device_name, kind_name};
 use serde_json::{Map, Value};
-use tch::{Device, Kind};
+use tch::Device;
 
 use crate::Error;
 use crate::config::TrainConfig;
@@ -18,7 +18,7 @@ const OF_THE_RANK: [&str; 4] = ["target_dir", "pretrained_dir", "command", "job"
 impl Prepared<'_> {
     /// What this rank, which computes at `place`, must have in common with the others: names and
     /// values. To compare one thing more is one line more.
-    pub(crate) fn common(&self, place: (Device, Kind)) -> Result<Vec<(String, String)>, Error> {
+    pub(crate) fn common(&self, place: DeviceKind) -> Result<Vec<(String, String)>, Error> {
         let config = self.config;
         let prompts = config.settings.validation.eval_prompts.as_deref();
         let mut common = settings(config);
@@ -84,7 +84,7 @@ fn text(value: &Value) -> String {
     }
 }
 
-fn computation((device, kind): (Device, Kind)) -> String {
+fn computation(DeviceKind { device, kind }: DeviceKind) -> String {
     // Of its GPUs a rank takes the one of its number.
     let device =
         if matches!(device, Device::Cuda(_)) { "cuda".into() } else { device_name(device) };

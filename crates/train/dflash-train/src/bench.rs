@@ -15,7 +15,7 @@ use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, 
 use dflash_draft::{DraftConfig, DraftLayout, HeadFields};
 use dflash_settings::{Dtype, Invalid, TrainStepSettings};
 use dflash_target::{TargetFacts, TargetIo, default_layer_ids};
-use dflash_tensor::{Kernels, device_name, place, upload};
+use dflash_tensor::{DeviceKind, Kernels, device_name, place, upload};
 use dflash_torch_sys::trace;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -76,7 +76,8 @@ const GAMMA: f64 = 7.0;
 /// An unreadable target, or a shape that does not fit.
 pub fn train_step(
     settings: &TrainStepSettings,
-    (target_dir, target): (&Path, &TargetFacts),
+    target_dir: &Path,
+    target: &TargetFacts,
 ) -> Result<StepReport, Error> {
     let TrainStepSettings { tokens, docs, anchors, .. } = *settings;
     let room = tokens.saturating_sub(docs);
@@ -84,17 +85,18 @@ pub fn train_step(
         let expected = format!("{tokens} tokens in {docs} documents have room for {room}");
         return Err(Invalid::new("anchors", anchors, expected).into());
     }
-    let (device, kind) = place(settings.device, Dtype::Auto, 0)?;
+    let place = place(settings.device, Dtype::Auto, 0)?;
+    let device = place.device;
     tch::no_grad(|| {
         let config = draft(settings, target)?;
         if device == Device::Cpu {
             check_memory(settings, &config)?;
         }
         let row = RandomRow::new(settings);
-        let mut trainer = trainer(settings, config, (target_dir, target), (device, kind))?;
+        let mut trainer = trainer(settings, config, target_dir, target, place)?;
         let config = trainer.draft.config();
         let shape = [tokens as i64, config.aux_layers() * config.hidden_size];
-        let features_tk = Tensor::randn(shape, (kind, device));
+        let features_tk = Tensor::randn(shape, place.options());
         let mut times = Vec::with_capacity(settings.steps);
         let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
         let mut step = || -> Result<Finished, Error> {
@@ -102,7 +104,7 @@ pub fn train_step(
             (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
             let mut open = trainer.begin(&Single);
             open.add(Some(batch), true)?.map_err(|reason| no_memory(settings, reason))?;
-            open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))
+            open.finish(StepSums::default(), Vote::Continue, RATE, 1.0)
         };
         for number in 0..settings.warmup + settings.steps {
             synchronize(device);
@@ -123,9 +125,9 @@ pub fn train_step(
             }
             _ => None,
         };
-        let report = report(&trainer, (loss, slots, flops), median(times));
+        let report = report(&trainer, loss, slots, flops, median(times));
         let measured = match settings.products {
-            true => Some(measured(&trainer, (&row, slots), (kind, device))?),
+            true => Some(measured(&trainer, &row, slots, place)?),
             false => None,
         };
         // afterwards, since the probe's memory would be counted as the step's
@@ -140,14 +142,15 @@ pub fn train_step(
 /// What the device reaches in the products of a step of this row.
 fn measured(
     trainer: &Trainer,
-    (row, supervised): (&RandomRow, u64),
-    place: (Kind, Device),
+    row: &RandomRow,
+    supervised: u64,
+    place: DeviceKind,
 ) -> Result<Measured, Error> {
     let config = trainer.draft.config();
     let work = trainer.batches.blocks.at(config, &row.row, &row.anchors).work;
     // Logits are of the computation's kind on a GPU and float32 on a CPU.
-    let width = place.0.elt_size_in_bytes() as i64;
-    let rows = products::Rows {
+    let width = place.kind.elt_size_in_bytes() as i64;
+    let rows = products::ProductRows {
         slots: work.slots as i64,
         context: work.context_rows as i64,
         supervised: supervised as i64,
@@ -173,10 +176,10 @@ fn layer_ids(aux_layers: usize, layers: usize) -> Result<Vec<u32>, Error> {
 fn check_memory(settings: &TrainStepSettings, config: &DraftConfig) -> Result<(), Error> {
     let width = (config.aux_layers() * config.hidden_size) as f64;
     let features = settings.tokens as f64 * width * 4.0;
-    machine::check_memory(features, ("tokens", settings.tokens))?;
+    machine::check_memory(features, "tokens", settings.tokens)?;
     // weights, gradients and two moments
     let state = DraftLayout::new(config).elements() as f64 * 16.0;
-    Ok(machine::check_memory(state, ("layers", settings.layers))?)
+    Ok(machine::check_memory(state, "layers", settings.layers)?)
 }
 
 fn no_memory(settings: &TrainStepSettings, reason: String) -> Error {
@@ -204,16 +207,19 @@ fn draft(settings: &TrainStepSettings, target: &TargetFacts) -> Result<DraftConf
 fn trainer(
     settings: &TrainStepSettings,
     config: DraftConfig,
-    (target_dir, target): (&Path, &TargetFacts),
-    (device, kind): (Device, Kind),
+    target_dir: &Path,
+    target: &TargetFacts,
+    place: DeviceKind,
 ) -> Result<Trainer, Error> {
-    let head = TargetIo::of(target_dir, target, (device, kind))?;
+    let DeviceKind { device, kind } = place;
+    let head = TargetIo::of(target_dir, target, place)?;
     let (anchors, seed) = (settings.anchors, settings.seed);
     let anchors = AnchorOptions { per_document: anchors, per_row: anchors, seed, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
     let fresh = setup::fresh(config, seed, device);
     let shards = Shards::whole(fresh.layout().elements());
-    let parameters = MasterWeights::new(fresh, kind, &OptimizerConfig::default(), shards);
+    let (draft, master_weights) =
+        MasterWeights::new(fresh, kind, &OptimizerConfig::default(), shards);
     let objective = Objective {
         terms: vec![(ElementLoss::CrossEntropy, 1.0)],
         weighting: Weighting::Decay { gamma: GAMMA },
@@ -222,7 +228,7 @@ fn trainer(
         chunk_bytes: setup::chunk_bytes(settings.loss_chunk_mib, device)?,
         kernels: Kernels::Fast,
     };
-    Ok(Trainer::new(parameters, (objective, batches)))
+    Ok(Trainer::new(draft, master_weights, objective, batches))
 }
 
 /// The step that was timed, for a fake CUDA device.
@@ -251,7 +257,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     }
 }
 
-fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64) -> StepReport {
+fn report(trainer: &Trainer, loss: f64, slots: u64, flops: f64, median: f64) -> StepReport {
     let draft = &trainer.draft;
     StepReport {
         step_ms: median * 1e3,
@@ -313,6 +319,6 @@ impl RandomRow {
         let rows = upload(&rows, draft.device());
         let ids = slot_ids(draft.config(), &self.row, blocks.plan.anchors());
         let ids = upload(&ids, draft.device());
-        batches.batch(draft, blocks, (features_tk.index_select(0, &rows), &ids))
+        batches.batch(draft, blocks, features_tk.index_select(0, &rows), &ids)
     }
 }

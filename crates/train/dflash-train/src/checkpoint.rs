@@ -97,6 +97,15 @@ pub(crate) fn save(
     Ok(checkpoint.dir)
 }
 
+/// What a run that resumes a checkpoint brings itself.
+#[derive(Clone, Copy)]
+pub(crate) struct Resuming<'a> {
+    /// Where it would begin afresh, with its own settings.
+    pub(crate) current: &'a Position,
+    /// The settings that may differ from the checkpoint's.
+    pub(crate) allowed: &'a [String],
+}
+
 /// A checkpoint that is being written; absent unless it is finished.
 struct PendingCheckpoint {
     state: TensorWriter,
@@ -121,7 +130,8 @@ impl PendingCheckpoint {
         let stored = TensorFile::open(&dir.join(Checkpoint::TENSORS))?;
         Draft::save_stored(
             trainer.draft.config(),
-            (&stored, trainer.master_weights.served_name()),
+            &stored,
+            trainer.master_weights.served_name(),
             dir,
         )?;
         if let Some(vocabulary) = &trainer.batches.blocks.vocabulary {
@@ -136,14 +146,13 @@ impl PendingCheckpoint {
 }
 
 /// Puts a checkpoint into `trainer`, whatever ranks wrote it. Returns its position, and what this run
-/// changes of its settings; `current` is where this run would begin, with its own, and `allowed`
-/// names those that may differ.
+/// changes of its settings.
 pub(crate) fn resume(
     trainer: &mut Trainer,
     checkpoint: &Checkpoint,
-    (current, allowed): (&Position, &[String]),
+    resuming: Resuming<'_>,
 ) -> Result<(Position, Vec<Change>), Error> {
-    restore(trainer, checkpoint, (current, allowed)).map_err(|error| judged(checkpoint, error))
+    restore(trainer, checkpoint, resuming).map_err(|error| judged(checkpoint, error))
 }
 
 /// An error of going on from `checkpoint`: it is refused, or else damaged.
@@ -156,21 +165,21 @@ fn judged(checkpoint: &Checkpoint, error: Error) -> Error {
     }
 }
 
-/// Refuses to go on from `checkpoint` with other settings than it was trained with, those that `allowed` names
-/// excepted: before a server is asked for what this run would need. Of the vocabulary the size that is
+/// Refuses to go on from `checkpoint` with other settings than it was trained with, except those that may
+/// differ: before a server is asked for what this run would need. Of the vocabulary the size that is
 /// `asked` for is compared, where one is.
 pub(crate) fn check(
     checkpoint: &Checkpoint,
-    (current, allowed): (&Position, &[String]),
-    (draft, asked): (&DraftConfig, Option<usize>),
+    resuming: Resuming<'_>,
+    draft: &DraftConfig,
+    asked: Option<usize>,
 ) -> Result<(), Error> {
     let compared = || {
         let state = State::load(&checkpoint.dir)?;
         let vocabulary = DraftVocabulary::load(&checkpoint.dir)?;
         let size = vocabulary.map(|vocabulary| vocabulary.selected().len());
-        let sizes = (size, asked.or(size));
-        compare(&checkpoint.dir, &state.position, (current, allowed), (draft, sizes))?;
-        check_origin(&state.position, current)
+        compare(&checkpoint.dir, &state.position, size, resuming, draft, asked.or(size))?;
+        check_origin(&state.position, resuming.current)
     };
     compared().map_err(|error| judged(checkpoint, error))
 }
@@ -202,12 +211,15 @@ fn is_same_path(a: &str, b: &str) -> bool {
     a == b || real(a).is_some_and(|real_a| real(b) == Some(real_a))
 }
 
-/// What this run changes of the settings that `stored` records, if it may.
+/// What this run changes of the settings that `stored` records, if it may. The sizes are those of the stored
+/// vocabulary and of this run's.
 fn compare(
     dir: &Path,
     stored: &Position,
-    (current, allowed): (&Position, &[String]),
-    (draft, (stored_size, size)): (&DraftConfig, (Option<usize>, Option<usize>)),
+    stored_size: Option<usize>,
+    Resuming { current, allowed }: Resuming<'_>,
+    draft: &DraftConfig,
+    size: Option<usize>,
 ) -> Result<Vec<Change>, Error> {
     let found =
         lasting(stored, &DraftConfig::load(dir).map_err(dflash_tensor::Error::from)?, stored_size);
@@ -227,23 +239,22 @@ fn compare(
         }
     }
     let changes = changes(&stored.settings, &current.settings);
-    check_allowed(dir, (&changes, allowed), &current)?;
+    check_allowed(dir, &changes, allowed, &current)?;
     Ok(changes)
 }
 
 fn restore(
     trainer: &mut Trainer,
     Checkpoint { step, dir }: &Checkpoint,
-    (current, allowed): (&Position, &[String]),
+    resuming: Resuming<'_>,
 ) -> Result<(Position, Vec<Change>), Error> {
     let state = State::load(dir)?;
     let stored = &state.position;
     let size = |vocabulary: Option<&DraftVocabulary>| vocabulary.map(|it| it.selected().len());
-    let sizes = (
-        size(DraftVocabulary::load(dir)?.as_ref()),
-        size(trainer.batches.blocks.vocabulary.as_ref()),
-    );
-    let changes = compare(dir, stored, (current, allowed), (trainer.draft.config(), sizes))?;
+    let stored_size = size(DraftVocabulary::load(dir)?.as_ref());
+    let own_size = size(trainer.batches.blocks.vocabulary.as_ref());
+    let draft = trainer.draft.config();
+    let changes = compare(dir, stored, stored_size, resuming, draft, own_size)?;
     let path = dir.join(Checkpoint::TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);
@@ -252,14 +263,15 @@ fn restore(
     }
     trainer.master_weights.restore(&trainer.draft, &file, stored.optimizer_steps())?;
     // A run of an earlier release does not say which target it is for.
-    let Position { target, dataset_content, .. } = current.clone();
+    let Position { target, dataset_content, .. } = resuming.current.clone();
     Ok((Position { target, dataset_content, ..state.position }, changes))
 }
 
 /// Refuses changes that nobody asked for by name, and names that no setting has.
 fn check_allowed(
     dir: &Path,
-    (changes, allowed): (&[Change], &[String]),
+    changes: &[Change],
+    allowed: &[String],
     current: &Position,
 ) -> Result<(), Error> {
     let same = |name: &str, other: &str| {

@@ -26,7 +26,7 @@ use tch::Tensor;
 use crate::Error;
 use crate::assembly::{AssembledRow, Assembler, Layout, RowTensors, TrainedRow};
 use crate::batch::Blocks;
-use crate::rows::{LoadedRow, Rows};
+use crate::rows::{LoadedRow, RowStream};
 
 /// Buffers that rows are written to in turns.
 pub(crate) const BUFFERS: usize = 3;
@@ -67,7 +67,7 @@ pub(crate) struct Lease {
 
 /// What the thread has.
 struct Work {
-    rows: Box<dyn Rows>,
+    rows: Box<dyn RowStream>,
     assembler: Assembler,
     upload: Box<dyn Upload>,
     /// Buffers that nobody uses.
@@ -88,7 +88,7 @@ struct Written {
 impl Prefetcher {
     /// Begins to make `rows` ready with `upload`.
     pub(crate) fn start(
-        rows: Box<dyn Rows>,
+        rows: Box<dyn RowStream>,
         assembler: Assembler,
         upload: Box<dyn Upload>,
     ) -> Result<Self, Error> {
@@ -195,7 +195,7 @@ impl Work {
             drop(buffer);
             buffer = self.upload.buffer(layout.bytes())?;
         }
-        self.assembler.write(&loaded, (&blocks, &layout), buffer.bytes_mut());
+        self.assembler.write(&loaded, &blocks, &layout, buffer.bytes_mut());
         Ok(Some(Written { row, trained: Some((buffer, blocks, layout)) }))
     }
 

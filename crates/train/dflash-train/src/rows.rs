@@ -63,7 +63,7 @@ pub(crate) trait RowSource {
 /// Rows under way, by who works on them.
 pub(crate) enum Loading {
     /// They come from elsewhere, while the step computes.
-    Fetched(Box<dyn Rows>),
+    Fetched(Box<dyn RowStream>),
     /// This process computes them, in turns with the step.
     Computed(Box<dyn ComputedRows>),
 }
@@ -77,7 +77,7 @@ pub(crate) trait ComputedRows {
 }
 
 /// Rows that are being fetched.
-pub(crate) trait Rows: Send {
+pub(crate) trait RowStream: Send {
     /// The next row; `None` at the end.
     fn next(&mut self) -> Result<Option<LoadedRow>, Error>;
 
@@ -262,7 +262,7 @@ fn requests(row: &PackedRow) -> Vec<Request> {
         .collect()
 }
 
-impl Rows for Streaming {
+impl RowStream for Streaming {
     fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
         // The ranks hear of it in the step, and end together.
         let Some(stream) = &mut self.0 else {

@@ -8,13 +8,14 @@ use dflash_eval::{Answer, EvalMode, Lossless, Measured, Verification, Whole};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
+use super::RowTurn;
 use super::drafts::{DraftMode, Drafts};
 use crate::Error;
 use crate::answer::{Generation, answer};
 use crate::engine::{Engine, EngineOptions, Proposals, Request};
 use crate::limits::Limits;
 use crate::lossless::compare;
-use crate::prompts::Prompt;
+use crate::prompts::{Prompt, Room};
 use crate::sampling::Sampling;
 
 /// Tokens that the untimed first answer makes, each way.
@@ -45,8 +46,10 @@ struct Drafted<'a> {
 impl<'a> Measurement<'a> {
     pub(super) fn new(
         settings: &EvalSettings,
-        (target, drafts): (&'a Target, &'a Drafts),
-        (sampling, limits): (Sampling, Limits),
+        target: &'a Target,
+        drafts: &'a Drafts,
+        sampling: Sampling,
+        limits: Limits,
     ) -> Result<Self, Error> {
         let proof = sampling.is_greedy().then(|| Lossless::new(settings.tie_tolerance));
         let options = EngineOptions::one_by_one(target, Speculate::Off);
@@ -86,10 +89,10 @@ impl<'a> Measurement<'a> {
         tokenizer: &ChatTokenizer,
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let room = (self.target.config(), self.limits.max_new_tokens);
+        let room = Room { config: self.target.config(), max_new: self.limits.max_new_tokens };
         let mut turn = 0;
         prompt.dialogue(tokenizer, room, |ids| {
-            let tokens = self.answer_all((row, turn), ids, stop)?;
+            let tokens = self.answer_all(RowTurn { row, turn }, ids, stop)?;
             turn += 1;
             Ok(tokens)
         })
@@ -98,7 +101,7 @@ impl<'a> Measurement<'a> {
     /// Answers one prompt each way; returns the plain answer's tokens.
     fn answer_all(
         &mut self,
-        place: (usize, usize),
+        place: RowTurn,
         ids: &[i64],
         stop: &AtomicBool,
     ) -> Result<Vec<i64>, Error> {
@@ -150,7 +153,7 @@ impl<'a> Measurement<'a> {
 }
 
 fn answer_of(
-    (row, turn): (usize, usize),
+    RowTurn { row, turn }: RowTurn,
     prompt: &[i64],
     generation: &Generation,
     verification: Option<Verification>,

@@ -11,7 +11,7 @@ use tch::Tensor;
 
 /// What all parts of one attention share.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct AttentionPart {
     /// Of the scores.
     pub(super) scale: f64,
     /// What computes.
@@ -31,7 +31,7 @@ pub(super) struct Query {
     pub(super) dout: Tensor,
 }
 
-impl Part {
+impl AttentionPart {
     /// Attention of `q` [batch, heads, rows, D] over `k`, `v` [batch, heads, columns, D] with an
     /// additive `mask` that broadcasts to [batch, heads, rows, columns].
     ///

@@ -16,7 +16,7 @@ use dflash_tensor::ops::accumulate_kind;
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward};
 use tch::{Device, Kind, Tensor};
 
-use super::part::{Part, Query};
+use super::part::{AttentionPart, Query};
 use super::{AttentionShape, HIDDEN, mask_tensor};
 
 /// The sequences of a call before they are on a device.
@@ -162,7 +162,7 @@ pub(super) struct Results {
 pub(super) struct Call {
     pub(super) sequences: Sequences,
     backend: Backend,
-    part: Part,
+    part: AttentionPart,
 }
 
 #[derive(Debug)]
@@ -294,9 +294,9 @@ impl Call {
 
 /// What computes a run. Not libtorch's flash attention for the CPU in half precision: it adds up the
 /// keys' gradients in their own kind, and over as many queries as a rectangle has they stop growing.
-fn part(shape: &AttentionShape) -> Part {
+fn part(shape: &AttentionShape) -> AttentionPart {
     match shape.kind {
-        Kind::Half | Kind::BFloat16 => Part { kernels: Kernels::Portable, ..shape.part() },
+        Kind::Half | Kind::BFloat16 => AttentionPart { kernels: Kernels::Portable, ..shape.part() },
         _ => shape.part(),
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_decode::regenerate;
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_io::say;
 use dflash_settings::RegenerateSettings;
 
@@ -12,9 +12,9 @@ use super::draft;
 
 /// Runs the command.
 pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;
-    let summary = regenerate(settings, (&target_dir, draft), stop)?;
+    let summary = regenerate(settings, &target_dir, draft, stop)?;
     say(format!(
         "{}: {} rows ({} from an earlier run), {} skipped as too long, {} ended early, \
          {} tokens in {:.1} s",
