@@ -13,6 +13,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use browser::{Browser, DARK, NARROW, Screen, WIDE};
+use dflash_eval::{DraftFacts, EvalReport, Facts, Measured, Memory, SetFacts};
+use dflash_run::SavePath;
+use dflash_settings::EvalSettings;
 
 /// A checkpoint's size in the run that the files are of.
 const CHECKPOINT_BYTES: u64 = 47_769_815;
@@ -112,7 +115,7 @@ fn a_report_reads_well_in_every_form() {
     }
     let sentence = browser.text(".lede");
     assert!(sentence.starts_with("Finished 60 steps in "), "{sentence}");
-    assert!(sentence.contains("acceptance length 1.28 of at most 8 tokens, measured on 8 prompts"));
+    assert!(sentence.contains("acceptance length 1.28 of at most 8 tokens (measured)"));
     // The pointer and the arrow keys show values; without them the ends stand there.
     let plot = "svg.plot[aria-label='Loss']";
     let value = ".chart:has(svg[aria-label='Loss']) .value";
@@ -120,7 +123,7 @@ fn a_report_reads_well_in_every_form() {
     browser.open(&address, WIDE);
     browser.point_at(plot);
     let middle = browser.text(value);
-    assert!(middle.starts_with("step 3") && middle.contains("training "), "{middle}");
+    assert!(middle.starts_with("step 28: training "), "{middle}");
     browser.value(&format!("document.querySelector({plot:?}).focus()"));
     for (key, expect) in
         [("Home", "step 1: training 39.47"), ("ArrowRight", "step 2: training 21.96")]
@@ -141,6 +144,68 @@ fn a_report_reads_well_in_every_form() {
         let count = browser.value(&format!("document.querySelectorAll({name:?}).length"));
         assert_eq!(count, expect, "{name}");
     }
+    assert!(browser.complaints.is_empty(), "{:?}", browser.complaints);
+}
+
+/// The page of a real evaluation: that of the run, on 16 questions.
+fn evaluation(dir: &Path) -> PathBuf {
+    let results: Vec<Measured> =
+        serde_json::from_str(&std::fs::read_to_string(source("eval-results.json")).unwrap())
+            .unwrap();
+    let draft = |label: &str, name: &str, block_size| DraftFacts {
+        label: label.into(),
+        name: name.into(),
+        block_size: Some(block_size),
+        ..DraftFacts::default()
+    };
+    let ngram = "ngram: last 3 tokens or fewer, 10 proposals";
+    let facts = Facts {
+        target: "models/qwen3-tiny-gsm8k".into(),
+        drafts: vec![draft("run", "drafts/qwen3-tiny/step-000060", 8), draft("ngram", ngram, 11)],
+        sets: vec![SetFacts {
+            name: "gsm8k".into(),
+            title: "GSM8K".into(),
+            source: "gsm8k_test.jsonl".into(),
+            rows: 16,
+            ..SetFacts::default()
+        }],
+        max_new_tokens: 128,
+        device: "cpu (avx512bf16), float32, 2 threads".into(),
+        memory: Memory { process_mib: Some(227.9), device_mib: None },
+        ..Facts::default()
+    };
+    let path = dir.join("eval.html");
+    let settings = EvalSettings { html: Some(path.clone()), ..EvalSettings::default() };
+    dflash_eval::write(&EvalReport::new(facts, results), &settings).unwrap();
+    path
+}
+
+#[test]
+fn an_evaluation_reads_well_in_every_form() {
+    let Some(mut browser) = Browser::start() else { return };
+    let parent = tempfile::tempdir().unwrap();
+    let address = format!("file://{}", evaluation(parent.path()).display());
+    for (name, screen, height) in
+        [("eval.png", WIDE, 1000), ("eval-dark.png", DARK, 1000), ("eval-narrow.png", NARROW, 740)]
+    {
+        check_fit(&mut browser, &address, screen);
+        check_contrast(&mut browser, &[".lede", ".tiles dt", ".state", ".value", "thead th"]);
+        shoot(&mut browser, name, height);
+    }
+    let sentence = browser.text(".lede");
+    let expect = "run answers 0.16 \u{b1} 0.01 times as fast as plain decoding, with 1.27 \u{b1} 0.04 \
+                  tokens of at most 8 per step, on 16 answers to GSM8K (greedy); every text is the same.";
+    assert_eq!(sentence, expect);
+    // No word is broken inside a cell: each is one line high.
+    let broken = browser.value(
+        "[...document.querySelectorAll('table:not(.facts) td, table:not(.facts) th')] \
+         .filter((one) => one.getClientRects()[0].height > 60).length",
+    );
+    assert_eq!(broken, 0);
+    browser.open(&address, WIDE);
+    browser.point_at("svg.plot[aria-label='Acceptance by position']");
+    let value = browser.text(".chart:has(svg[aria-label='Acceptance by position']) .value");
+    assert!(value.starts_with("position ") && value.contains("ngram "), "{value}");
     assert!(browser.complaints.is_empty(), "{:?}", browser.complaints);
 }
 
@@ -169,22 +234,31 @@ impl Drop for Follower {
     }
 }
 
+/// A line of metrics as if it were written now.
+fn written_now(line: &str) -> String {
+    let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
+    line["time"] = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64().into();
+    line.to_string()
+}
+
 #[test]
 fn a_followed_run_is_shown_as_it_grows() {
     let Some(mut browser) = Browser::start() else { return };
     let parent = tempfile::tempdir().unwrap();
     let dir = run_dir(parent.path());
+    let claimed = SavePath::claim(&dir).unwrap();
     let follower = Follower::start(&dir);
     browser.open(&follower.1, WIDE);
     browser.wait_for("document.querySelector('.lede').textContent.startsWith('St')");
     browser.value("window.isTheSame = true");
     let metrics = read("metrics.jsonl");
     let mut file = File::create(dir.join("metrics.jsonl")).unwrap();
-    let mut lines = metrics.lines();
+    let mut lines = metrics.lines().map(written_now);
     for line in lines.by_ref().take(12) {
         writeln!(file, "{line}").unwrap();
     }
-    browser.wait_for("document.querySelector('.lede').textContent.includes('step 22 of 60')");
+    browser
+        .wait_for("document.querySelector('.lede').textContent.includes('Running: step 22 of 60')");
     browser.value("document.querySelector('#settings').open = true");
     browser.value("document.querySelector('svg[aria-label=Loss]').focus()");
     browser.press("Home");
@@ -201,6 +275,6 @@ fn a_followed_run_is_shown_as_it_grows() {
     let value = browser.text(".chart:has(svg[aria-label='Loss']) .value");
     assert_eq!(value, "step 1: training 39.47");
     assert!(browser.complaints.is_empty(), "{:?}", browser.complaints);
-    drop(follower);
+    drop((follower, claimed));
     browser.wait_for("document.querySelector('#link').textContent.startsWith('No answer')");
 }

@@ -30,7 +30,7 @@ pub(crate) fn parts(run: &Run, now: f64) -> Vec<Part> {
         part("summary", summary(run, &standing)),
         part("learning", section("Learning", charts::learning(run))),
         part("slots", section("By position in the block", charts::slots(run))),
-        part("speed", section("Speed and resources", charts::speed(run))),
+        part("speed", section("Schedule, speed and memory", charts::speed(run))),
         part("events", details::events(run)),
         part("checkpoints", details::checkpoints(run)),
         part("requests", details::requests(run)),
@@ -55,7 +55,7 @@ pub(crate) fn live_html(dir: &Path, parts: &[Part]) -> (String, String) {
 }
 
 fn page<'a>(dir: &'a Path, body: &'a str, script: &'a str, asks_its_server: bool) -> Page<'a> {
-    let title = dir.file_name().and_then(|name| name.to_str()).unwrap_or("run");
+    let title = dir.file_name().and_then(|name| name.to_str()).unwrap_or("training run");
     Page { title, body, script, asks_its_server }
 }
 
@@ -140,15 +140,10 @@ fn tiles(run: &Run, standing: &Standing) -> String {
     let held_out = rows.and_then(|rows| rows.figures.loss).map(number);
     let evaluation = standing.evaluation.as_ref();
     let wait = charts::wait_share(line).map(percent);
-    let first = run.metrics.by_step.values().next();
-    let before = first.and_then(|line| line.figures.expected_acceptance_length);
     let tiles = [
         standing.acceptance.as_ref().map(|it| {
-            let about = format!(
-                "tokens per step{}",
-                before.map_or(String::new(), |before| format!("; {before:.2} at the start"))
-            );
-            tile("Acceptance length", &format!("{:.2}", it.tokens), &about)
+            let about = format!("{} {}", it.known, it.source);
+            tile("Acceptance length", &format!("{:.2} tokens", it.tokens), &about)
         }),
         evaluation.map(|it| {
             let about = format!("plain decoding, {} answers", it.responses);
@@ -160,7 +155,10 @@ fn tiles(run: &Run, standing: &Standing) -> String {
         }),
         run.seconds().map(|seconds| {
             let left = line.eta_s.filter(|left| *left > 0.0 && standing.phase == Phase::Running);
-            let about = left.map_or(String::new(), |left| format!("{} left", duration(left)));
+            let about = match left {
+                Some(left) => format!("of training; {} left", duration(left)),
+                None => "of training".to_owned(),
+            };
             tile("Time", &duration(seconds), &about)
         }),
         line.tokens_per_s.map(|rate| {

@@ -38,8 +38,9 @@ pub(crate) struct Remark {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Acceptance {
     pub(crate) tokens: f64,
-    pub(crate) step: u64,
-    /// How it was found.
+    /// Whether it was measured or is expected.
+    pub(crate) known: &'static str,
+    /// On what.
     pub(crate) source: String,
 }
 
@@ -145,22 +146,14 @@ impl Standing {
 
     fn worth(&self, run: &Run) -> String {
         let Some(acceptance) = &self.acceptance else { return String::new() };
-        let most = run.block_size().map(|most| format!(" of at most {most}"));
-        format!(
-            ": acceptance length {:.2}{} tokens, {}",
-            acceptance.tokens,
-            most.unwrap_or_default(),
-            acceptance.source
-        )
+        let most = run.block_size().map(|most| format!(" of at most {most} tokens"));
+        let (tokens, known) = (acceptance.tokens, acceptance.known);
+        format!(": acceptance length {tokens:.2}{} ({known})", most.unwrap_or_default())
     }
 
     fn speed(&self) -> String {
         let Some(evaluation) = &self.evaluation else { return String::new() };
-        format!(
-            "; {} as fast as plain decoding on {}",
-            speed_up(evaluation),
-            evaluation.prompts.file_name().unwrap_or_default().to_string_lossy()
-        )
+        format!(", {} as fast as plain decoding", speed_up(evaluation))
     }
 
     fn health(&self) -> String {
@@ -192,7 +185,8 @@ impl Acceptance {
         Self::measured(judged).or_else(|| Self::held_out(judged)).or_else(|| {
             let line = run.metrics.last()?;
             let tokens = line.figures.expected_acceptance_length.filter(|it| it.is_finite())?;
-            Some(Self { tokens, step: line.step, source: "expected on training rows".to_owned() })
+            let source = format!("on training rows at step {}", line.step);
+            Some(Self { tokens, known: "expected", source })
         })
     }
 
@@ -201,8 +195,8 @@ impl Acceptance {
         let prompts_count = counted(prompts.responses, "prompt", "prompts");
         Some(Self {
             tokens: prompts.figures.acceptance_length,
-            step: line.step,
-            source: format!("measured on {prompts_count} at step {}", line.step),
+            known: "measured",
+            source: format!("on {prompts_count} at step {}", line.step),
         })
     }
 
@@ -210,8 +204,8 @@ impl Acceptance {
         let (line, rows) = (line?, line?.rows.as_ref()?);
         Some(Self {
             tokens: rows.figures.expected_acceptance_length.filter(|it| it.is_finite())?,
-            step: line.step,
-            source: format!("expected on held-out rows at step {}", line.step),
+            known: "expected",
+            source: format!("on held-out rows at step {}", line.step),
         })
     }
 }
@@ -259,6 +253,13 @@ fn remarks(run: &Run, now: f64) -> Vec<Remark> {
         let all_samples = line.samples + line.skipped_samples;
         let share = percent(line.skipped_samples as f64 / all_samples.max(1) as f64);
         all.push(remark(format!("{samples} left out, {share} of those that were reached.")));
+    }
+    if let Some(slower) = evaluation(run).filter(|it| it.tokens_per_second.speed_up < 1.0) {
+        all.push(remark(format!(
+            "With this drafter decoding is slower than without: {} as fast, on {}.",
+            speed_up(&slower),
+            counted(slower.responses as u64, "answer", "answers")
+        )));
     }
     all.extend(recent_wait(&run.metrics).filter(|share| *share >= LONG_WAIT).map(|share| {
         remark(format!(

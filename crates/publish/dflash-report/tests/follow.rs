@@ -110,8 +110,7 @@ fn a_run_is_followed_from_before_its_beginning_to_its_end() {
     let state = server.wait_for(|state| state["step"] == 10);
     assert_eq!(
         state["sentence"],
-        "Running: step 10 of 20, 30 s left: acceptance length 2.50 tokens, expected on training \
-         rows; 1 fault."
+        "Running: step 10 of 20, 30 s left: acceptance length 2.50 (expected); 1 fault."
     );
     assert_eq!(state["faults"], serde_json::json!(["run.json is missing or broken."]));
     assert!(state["parts"]["learning"].as_str().unwrap().contains("data-values=\"10,2.5,"));

@@ -55,13 +55,13 @@ fn a_run_shows_its_curves_settings_and_checkpoints() {
     assert_eq!(figures(&page), 10);
     assert_eq!(page.matches("<svg").count(), figures(&page));
     for text in [
-        "<p class=\"lede\">Stopped at step 500: acceptance length 2.75 of at most 16 tokens, \
-         measured on 8 prompts at step 500; 1 remark.</p>",
+        "<p class=\"lede\">Stopped at step 500: acceptance length 2.75 of at most 16 tokens \
+         (measured); 1 remark.</p>",
         "<h3>Loss <span class=\"unit\">nats</span></h3>",
-        "<li class=\"c3\">measured, over steps</li>",
+        "<li class=\"c3\">measured per step</li>",
         "<th scope=\"row\">world_size</th><td>4</td>",
         "<th scope=\"row\">config.draft.block_size</th><td>16</td>",
-        "<code class=\"command\">dflash train</code>",
+        "<code class=\"command\"><span>dflash</span> <span>train</span></code>",
         "Resumed 2 times, at step 30, 60.",
         "<th scope=\"row\" class=\"keep\">step-000500</th>",
         "<th scope=\"row\">requests retried</th><td class=\"n\">12</td>",

@@ -81,7 +81,7 @@ impl Chart {
         let mut before = None;
         for (at, end) in ends {
             if before.as_ref() == Some(&at) {
-                let _ = write!(text, ", {end}");
+                let _ = write!(text, " \u{b7} {end}");
             } else {
                 let semicolon = if text.is_empty() { "" } else { "; " };
                 let _ = write!(text, "{semicolon}{} {at}: {end}", self.axis);

@@ -27,7 +27,7 @@ const plots = (() => {
       const point = line.points.find((point) => point.at === at);
       return point ? [`${line.name} ${point.text}`] : [];
     });
-    value(svg).textContent = `${svg.dataset.axis} ${Number(at.toPrecision(6))}: ${found.join(", ")}`;
+    value(svg).textContent = `${svg.dataset.axis} ${Number(at.toPrecision(6))}: ${found.join(" \u00b7 ")}`;
   }
   function hide(svg) {
     svg.querySelector(".cursor").classList.remove("on");

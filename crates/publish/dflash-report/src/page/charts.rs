@@ -23,13 +23,10 @@ pub(super) fn learning(run: &Run) -> String {
             "Acceptance length",
             "tokens per step",
             vec![
-                ("expected, training", expected),
-                ("expected, held-out rows", held_out_expected),
-                ("measured, over steps", measured(|figures| figures.acceptance_length)),
-                (
-                    "measured, mean of answers",
-                    measured(|figures| figures.acceptance_length_per_response),
-                ),
+                ("expected in training", expected),
+                ("expected on held-out rows", held_out_expected),
+                ("measured per step", measured(|figures| figures.acceptance_length)),
+                ("measured per answer", measured(|figures| figures.acceptance_length_per_response)),
             ],
         ),
         over("Loss", "nats", vec![("training", loss), ("held-out rows", held_out_loss)]),
@@ -38,16 +35,22 @@ pub(super) fn learning(run: &Run) -> String {
             "% of slots",
             vec![("training", accuracy), ("held-out rows", held_out_accuracy)],
         ),
+        over(
+            "Gradient norm",
+            "before clipping",
+            vec![("norm", run.metrics.points(|line| line.gradient_norm))],
+        ),
     ];
     charts.iter().map(Chart::html).collect()
 }
 
-/// How fast it learns, and what it costs.
+/// How its rate goes, how fast it is, and what it costs.
 pub(super) fn speed(run: &Run) -> String {
     let train = |of: fn(&MetricLine) -> Option<f64>| run.metrics.points(of);
     let percent = |share: Option<f64>| share.map(|share| 100.0 * share);
     let over = Chart::over_steps;
     let charts = [
+        over("Learning rate", "", vec![("rate", train(|line| line.lr))]),
         over(
             "Time that is not the trainer's own",
             "% of the interval",
@@ -68,8 +71,6 @@ pub(super) fn speed(run: &Run) -> String {
             "%",
             vec![("MFU", run.metrics.points(|line| percent(line.mfu)))],
         ),
-        over("Learning rate", "", vec![("rate", train(|line| line.lr))]),
-        over("Gradient norm", "before clipping", vec![("norm", train(|line| line.gradient_norm))]),
         over("Peak memory", "MiB, rank 0", vec![("memory", train(|line| line.peak_memory_mib))]),
     ];
     charts.iter().map(Chart::html).collect()
