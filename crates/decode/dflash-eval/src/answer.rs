@@ -18,6 +18,9 @@ pub struct Answer {
     pub first_token_s: f64,
     /// Seconds from the prompt to the last token.
     pub total_s: f64,
+    /// Whether it is one token or a short cycle for most of its length, as docs/eval.md defines it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub repeats: bool,
     /// Its verify steps; `None` for plain decoding, or if only the sum over all answers is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification: Option<Verification>,

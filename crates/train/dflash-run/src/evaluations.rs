@@ -38,6 +38,8 @@ pub struct Evaluation {
     pub prompts: PathBuf,
     pub responses: usize,
     pub tokens: usize,
+    #[serde(default)]
+    pub repetitive: usize,
     pub max_new_tokens: usize,
     #[serde(flatten)]
     pub mode: EvalMode,
@@ -106,6 +108,19 @@ impl Display for EvalMode {
 }
 
 impl Evaluation {
+    /// A sentence about `repetitive` answers of `responses`; `None` if there are none.
+    pub fn repetition(repetitive: usize, responses: usize) -> Option<String> {
+        if repetitive == 0 {
+            return None;
+        }
+        // One answer in a hundred can loop with any model; one in ten moves every figure.
+        let meaning = match 10 * repetitive >= responses {
+            true => "acceptance on such text says nothing",
+            false => "acceptance there is higher than on other text",
+        };
+        Some(format!("the target repeats itself in {repetitive} of {responses} answers; {meaning}"))
+    }
+
     /// The reports in `path`: the output of `dflash eval --json`, or a checkpoint's
     /// `evaluations.json`.
     ///

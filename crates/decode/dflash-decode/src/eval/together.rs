@@ -8,7 +8,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::{Answer, EvalMode, Lossless, Measured, Part, Verification, Whole, turns};
+use dflash_eval::{
+    Answer, EvalMode, Lossless, Measured, Part, Verification, Whole, repeats, turns,
+};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
@@ -247,6 +249,7 @@ impl Round {
             tokens: one.tokens.len(),
             first_token_s: one.first_token_s.unwrap_or(total_s),
             total_s,
+            repeats: repeats(&one.tokens),
             // An answer of one token has no step, and plain decoding has none.
             verification: Some(verification).filter(|counts| counts.steps > 0 && proposals > 0),
         });
