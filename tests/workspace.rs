@@ -28,6 +28,8 @@ mod newcomer;
 mod pipeline;
 #[path = "workspace/program.rs"]
 mod program;
+#[path = "workspace/recipes.rs"]
+mod recipes;
 #[path = "workspace/setup.rs"]
 mod setup;
 #[path = "workspace/streams.rs"]

@@ -1,9 +1,8 @@
 //! Facts that every form of a report states in the same words.
 
-use dflash_run::EvalMode;
+use dflash_run::{EvalMode, Evaluation};
 use dflash_settings::NO_DRAFT;
 
-use crate::repetition;
 use crate::report::{EvalReport, Measured, SetFacts};
 
 /// A comparison with plain decoding in a sentence, and the answers that differ.
@@ -11,6 +10,14 @@ use crate::report::{EvalReport, Measured, SetFacts};
 pub(crate) struct LosslessFact {
     pub(crate) text: String,
     pub(crate) differences: Vec<String>,
+}
+
+/// In how many answers of a set the target repeats itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RepetitionFact {
+    /// Whether these are so many that acceptance says nothing.
+    pub(crate) is_grave: bool,
+    pub(crate) text: String,
 }
 
 impl EvalReport {
@@ -37,15 +44,18 @@ impl EvalReport {
     }
 
     /// In how many answers of each set and mode the target repeats itself, where it does.
-    pub(crate) fn repetition_facts(&self) -> Vec<String> {
+    pub(crate) fn repetition_facts(&self) -> Vec<RepetitionFact> {
         let mut seen: Vec<(&str, EvalMode)> = Vec::new();
         let mut facts = Vec::new();
         for result in self.results.iter().filter(|one| !one.is_plain() || self.drafts.is_empty()) {
             // Every draft's text is the target's own, so that one of them is enough.
             if !seen.contains(&(result.set.as_str(), result.mode)) {
                 seen.push((&result.set, result.mode));
-                let sentence = repetition::sentence(result);
-                facts.extend(sentence.map(|it| format!("{it} ({}, {})", result.set, result.mode)));
+                let sentence = Evaluation::repetition(result.repetitive, result.responses);
+                facts.extend(sentence.map(|it| RepetitionFact {
+                    is_grave: Evaluation::is_repetitive(result.repetitive, result.responses),
+                    text: format!("{it} ({}, {})", result.set, result.mode),
+                }));
             }
         }
         facts

@@ -7,10 +7,6 @@
 use std::collections::HashSet;
 use std::hash::Hash;
 
-use dflash_run::Evaluation;
-
-use crate::report::Measured;
-
 /// Shorter answers are not judged: "yes yes" is not a loop.
 const SHORTEST: usize = 16;
 /// Longest cycle that is looked for: a sentence.
@@ -71,11 +67,6 @@ fn pieces(text: &str) -> Vec<&str> {
     }
     pieces.extend(word.map(|start| &text[start..]));
     pieces
-}
-
-/// What every form of a report says of a result; `None` if no answer repeats itself.
-pub(crate) fn sentence(measured: &Measured) -> Option<String> {
-    Evaluation::repetition(measured.repetitive, measured.responses)
 }
 
 #[cfg(test)]

@@ -116,7 +116,10 @@ impl EvalReport {
     /// Stands beside the acceptance, which it takes the meaning from.
     fn write_repetition(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let facts = self.repetition_facts();
-        facts.iter().try_for_each(|fact| writeln!(f, "WARNING   {fact}"))?;
+        for fact in &facts {
+            let label = if fact.is_grave { "WARNING " } else { "note    " };
+            writeln!(f, "{label}  {}", fact.text)?;
+        }
         if facts.is_empty() { Ok(()) } else { writeln!(f) }
     }
 

@@ -108,13 +108,18 @@ impl Display for EvalMode {
 }
 
 impl Evaluation {
+    /// Whether so many answers repeat themselves that acceptance says nothing: one in a hundred can with any
+    /// model, but one in ten moves every figure.
+    pub fn is_repetitive(repetitive: usize, responses: usize) -> bool {
+        repetitive > 0 && 10 * repetitive >= responses
+    }
+
     /// A sentence about `repetitive` answers of `responses`; `None` if there are none.
     pub fn repetition(repetitive: usize, responses: usize) -> Option<String> {
         if repetitive == 0 {
             return None;
         }
-        // One answer in a hundred can loop with any model; one in ten moves every figure.
-        let meaning = match 10 * repetitive >= responses {
+        let meaning = match Self::is_repetitive(repetitive, responses) {
             true => "acceptance on such text says nothing",
             false => "acceptance there is higher than on other text",
         };
