@@ -49,7 +49,8 @@ servers=0
 if has hidden_server; then
   servers=$(value train vllm_endpoint "$@" | wc -w)
 fi
-count=${GPU_COUNT:-$(nvidia-smi -L 2>/dev/null | wc -l)}
+# No driver, no GPUs.
+count=${GPU_COUNT:-$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)}
 serve=(${SERVE_GPUS:-})
 train=${TRAIN_GPUS:-}
 if [ "$servers" -gt 0 ] && [ "$count" -gt 0 ]; then
@@ -62,7 +63,9 @@ if [ "$servers" -gt 0 ] && [ "$count" -gt 0 ]; then
 fi
 
 if has regenerate; then
-  [ -f "$(value regenerate output)" ] || run regenerate "$RUN"
+  answers=$(value regenerate output)
+  [ -n "$dry" ] || mkdir -p "$(dirname "$answers")"
+  [ -f "$answers" ] || run regenerate "$RUN"
 fi
 [ -d "$(value train data_path "$@")" ] || run prepare "$RUN"
 
@@ -70,7 +73,7 @@ if [ "$servers" -gt 0 ]; then
   if [ -z "$dry" ]; then
     mkdir -p "$OUT.servers"
     rm -f "$OUT.servers"/*
-    trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+    trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
   fi
   number=0
   for endpoint in $(value train vllm_endpoint "$@"); do
