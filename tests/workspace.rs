@@ -30,6 +30,8 @@ mod newcomer;
 mod pipeline;
 #[path = "workspace/program.rs"]
 mod program;
+#[path = "workspace/recipes.rs"]
+mod recipes;
 #[path = "workspace/roles.rs"]
 mod roles;
 #[path = "workspace/setup.rs"]

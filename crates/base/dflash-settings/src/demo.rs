@@ -21,7 +21,8 @@ pub struct DemoSettings {
     /// Start over: remove what an earlier demo left in the directory.
     #[cfg_attr(feature = "clap", arg(long))]
     pub fresh: bool,
-    /// Take a few steps of everything: shows that all parts work, not how good a drafter is.
+    /// Take fewer steps of everything: the target answers in words, but its drafter is far from the whole
+    /// demo's.
     #[cfg_attr(feature = "clap", arg(long))]
     pub quick: bool,
     /// The CPU instruction level.

@@ -31,6 +31,10 @@ pub struct DemoTargetSettings {
     /// Optimizer steps of the target's training.
     #[cfg_attr(feature = "clap", arg(long, value_name = "STEPS", default_value_t = 300))]
     pub steps: usize,
+    /// Tokens of an optimizer step. A short training learns more from many small steps.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS", default_value_t = DemoTargetSettings::STEP_TOKENS))]
+    #[serde(default = "default_step_tokens")]
+    pub step_tokens: usize,
     /// Seed of the corpus, the initial weights and the order of training.
     #[cfg_attr(feature = "clap", arg(long, default_value_t = 0))]
     pub seed: u64,
@@ -42,7 +46,14 @@ pub struct DemoTargetSettings {
     pub widen_to: Option<u64>,
 }
 
+fn default_step_tokens() -> usize {
+    DemoTargetSettings::STEP_TOKENS
+}
+
 impl DemoTargetSettings {
+    /// Tokens of a step where none are given.
+    pub const STEP_TOKENS: usize = 2048;
+
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
@@ -53,6 +64,7 @@ impl DemoTargetSettings {
             ("rows", self.rows as u64, 1..=MOST),
             ("held_out", self.held_out as u64, 1..=MOST),
             ("steps", self.steps as u64, 1..=MOST),
+            ("step_tokens", self.step_tokens as u64, 1..=MOST),
         ])
     }
 }

@@ -128,6 +128,12 @@ pub struct PlanSettings {
     /// Print JSON instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,
+    /// Compare the ways to use this machine instead: the trainers run the target, or some GPUs serve and
+    /// the others train, or on a CPU smaller values. Prints time and memory of each, and the best one's
+    /// command lines.
+    #[serde(default)]
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub suggest: bool,
     /// Rows and anchors.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Rows"))]

@@ -21,6 +21,9 @@ pub struct Answer {
     /// Whether it ended at the length limit, not by itself.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cut: bool,
+    /// Whether it is one token or a short cycle for most of its length, as docs/eval.md defines it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub repeats: bool,
     /// Its verify steps; `None` for plain decoding, or if only the sum over all answers is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification: Option<Verification>,

@@ -1,5 +1,6 @@
 //! Facts that every form of a report states in the same words.
 
+use dflash_run::{EvalMode, Evaluation};
 use dflash_settings::NO_DRAFT;
 
 use crate::report::{EvalReport, Measured, SetFacts, plain_of};
@@ -9,6 +10,14 @@ use crate::report::{EvalReport, Measured, SetFacts, plain_of};
 pub(crate) struct LosslessFact {
     pub(crate) text: String,
     pub(crate) differences: Vec<String>,
+}
+
+/// In how many answers of a set the target repeats itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RepetitionFact {
+    /// Whether these are so many that acceptance says nothing.
+    pub(crate) is_grave: bool,
+    pub(crate) text: String,
 }
 
 impl EvalReport {
@@ -32,6 +41,24 @@ impl EvalReport {
             "not compared: sampled texts differ by chance"
         };
         vec![LosslessFact { text: reason.to_owned(), ..LosslessFact::default() }]
+    }
+
+    /// In how many answers of each set and mode the target repeats itself, where it does.
+    pub(crate) fn repetition_facts(&self) -> Vec<RepetitionFact> {
+        let mut seen: Vec<(&str, EvalMode)> = Vec::new();
+        let mut facts = Vec::new();
+        for result in self.results.iter().filter(|one| !one.is_plain() || self.drafts.is_empty()) {
+            // Every draft's text is the target's own, so that one of them is enough.
+            if !seen.contains(&(result.set.as_str(), result.mode)) {
+                seen.push((&result.set, result.mode));
+                let sentence = Evaluation::repetition(result.repetitive, result.responses);
+                facts.extend(sentence.map(|it| RepetitionFact {
+                    is_grave: Evaluation::is_repetitive(result.repetitive, result.responses),
+                    text: format!("{it} ({}, {})", result.set, result.mode),
+                }));
+            }
+        }
+        facts
     }
 
     /// What is missing from the results, and the remedy.
@@ -137,8 +164,6 @@ impl Measured {
 
 #[cfg(test)]
 mod tests {
-    use dflash_run::EvalMode;
-
     use super::*;
     use crate::figures::{SetPart, Whole};
     use crate::page::{html, markdown};
@@ -158,6 +183,31 @@ mod tests {
         for text in [report.to_string(), markdown(&report), html(&report)] {
             facts.iter().for_each(|fact| assert!(text.contains(fact), "{fact}\n---\n{text}"));
         }
+    }
+
+    #[test]
+    fn a_target_that_repeats_itself_is_named_in_every_form() {
+        let mut plain = report(4.0);
+        for text in [plain.to_string(), markdown(&plain), html(&plain)] {
+            assert!(!text.contains("repeats itself"), "{text}");
+        }
+        for result in plain.results.iter_mut().filter(|one| one.set == "gsm8k") {
+            result.repetitive = 7;
+        }
+        let fact = "the target repeats itself in 7 of 8 answers; acceptance on such text says nothing \
+                    (gsm8k, greedy)";
+        for text in [plain.to_string(), markdown(&plain), html(&plain)] {
+            // Once for each mode, though plain decoding has the same answers.
+            assert_eq!(text.matches(fact).count(), 1, "{text}");
+            assert_eq!(text.matches("repeats itself").count(), 2, "{text}");
+        }
+        plain.results.iter_mut().for_each(|one| one.repetitive = 0);
+        plain.results[1].responses = 100;
+        plain.results[1].repetitive = 1;
+        let text = plain.to_string();
+        let few =
+            "in 1 of 100 answers; acceptance there is higher than on other text (gsm8k, greedy)";
+        assert!(text.contains(few), "{text}");
     }
 
     #[test]

@@ -194,6 +194,9 @@ fn facts(report: &EvalReport) -> Vec<(&'static str, String)> {
     }
     facts.extend(report.memory.process_mib.map(|peak| ("peak memory of the process", mib(peak))));
     facts.extend(report.memory.device_mib.map(|peak| ("peak memory of the GPU", mib(peak))));
+    for fact in report.repetition_facts() {
+        facts.push((if fact.is_grave { "warning" } else { "note" }, fact.text));
+    }
     for fact in report.lossless_facts() {
         facts.push(("lossless", fact.text));
         facts.extend(fact.differences.into_iter().map(|difference| ("difference", difference)));

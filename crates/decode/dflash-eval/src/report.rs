@@ -33,6 +33,9 @@ pub struct Measured {
     pub failed: usize,
     /// Their tokens.
     pub tokens: usize,
+    /// Answers in which the target repeats itself.
+    #[serde(default)]
+    pub repetitive: usize,
     /// The metrics.
     #[serde(flatten)]
     pub figures: Figures,
@@ -138,6 +141,8 @@ pub struct EvalReport {
     pub skipped: usize,
     /// Tokens of all its answers.
     pub tokens: usize,
+    /// Answers in which the target repeats itself, so that acceptance says nothing.
+    pub repetitive: usize,
     pub max_new_tokens: usize,
     /// 0 for greedy decoding.
     pub temperature: f64,
@@ -197,6 +202,7 @@ impl Measured {
             responses: answers.len(),
             failed: 0,
             tokens: answers.iter().map(|answer| answer.tokens).sum(),
+            repetitive: answers.iter().filter(|answer| answer.repeats).count(),
             figures: Figures::default(),
             noise: BTreeMap::new(),
             lossless,
@@ -336,6 +342,7 @@ impl EvalReport {
             responses: pooled.iter().map(|one| one.responses).sum(),
             skipped: facts.sets.iter().map(|set| set.skipped).sum(),
             tokens: pooled.iter().map(|one| one.tokens).sum(),
+            repetitive: pooled.iter().map(|one| one.repetitive).sum(),
             temperature: first.as_ref().map_or(0.0, |(mode, _)| mode.temperature),
             block_size: draft.and_then(|draft| draft.block_size),
             draft_vocabulary: draft.and_then(|draft| draft.vocabulary),
@@ -417,6 +424,7 @@ fn evaluation(facts: &Facts, results: &[Measured], result: &Measured) -> Option<
         prompts: set.title.clone().into(),
         responses: result.responses,
         tokens: result.tokens,
+        repetitive: result.repetitive,
         max_new_tokens: facts.max_new_tokens,
         mode: result.mode,
         block_size: draft.block_size?,

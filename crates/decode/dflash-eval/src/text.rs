@@ -29,6 +29,9 @@ impl Display for EvalReport {
         }
         if drafts == 1 {
             self.write_acceptance(f)?;
+        }
+        self.write_repetition(f)?;
+        if drafts == 1 {
             self.write_speeds(f)?;
         }
         self.write_memory(f)?;
@@ -108,6 +111,16 @@ impl EvalReport {
             )?;
         }
         writeln!(f)
+    }
+
+    /// Stands beside the acceptance, which it takes the meaning from.
+    fn write_repetition(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let facts = self.repetition_facts();
+        for fact in &facts {
+            let label = if fact.is_grave { "WARNING " } else { "note    " };
+            writeln!(f, "{label}  {}", fact.text)?;
+        }
+        if facts.is_empty() { Ok(()) } else { writeln!(f) }
     }
 
     fn write_speeds(&self, f: &mut Formatter<'_>) -> fmt::Result {

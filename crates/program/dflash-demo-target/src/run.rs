@@ -20,8 +20,6 @@ use crate::widen::widen;
 
 /// Entries of the tokenizer: enough for the corpus's words.
 const VOCAB_SIZE: usize = 1024;
-/// Tokens of one training step.
-const STEP_TOKENS: usize = 2048;
 /// Shape of the target: deep enough for four auxiliary layers, and narrow.
 const HIDDEN_SIZE: i64 = 128;
 const LAYERS: usize = 8;
@@ -126,8 +124,14 @@ fn is_made(config: &DemoTargetSettings, target: &Path) -> Result<bool, Error> {
 
 /// The settings that determine corpus and target.
 fn decisive(config: &DemoTargetSettings) -> Value {
-    let DemoTargetSettings { output: _, rows, held_out, steps, seed, widen_to: _ } = config;
-    json!({ "rows": rows, "held_out": held_out, "steps": steps, "seed": seed })
+    let DemoTargetSettings { output: _, rows, held_out, steps, step_tokens, seed, widen_to: _ } =
+        config;
+    let mut settings = json!({ "rows": rows, "held_out": held_out, "steps": steps, "seed": seed });
+    // Directories of earlier releases have no such key, and were made with today's default.
+    if *step_tokens != DemoTargetSettings::STEP_TOKENS {
+        settings["step_tokens"] = json!(step_tokens);
+    }
+    settings
 }
 
 fn settings_path(config: &DemoTargetSettings) -> PathBuf {
@@ -167,7 +171,7 @@ fn make_target(
     let target = Target::random(shape, config.seed.cast_signed(), device);
     let parameters = target.parameters().iter().map(|(_, tensor)| tensor.numel() as i64).sum();
     observe(Event::Target { parameters });
-    let plan = Plan { steps: config.steps, tokens: STEP_TOKENS, seed: config.seed };
+    let plan = Plan { steps: config.steps, tokens: config.step_tokens, seed: config.seed };
     training::train(&target, &documents, plan, stop, observe)?;
     target.save(pending.path(), Kind::BFloat16)?;
     Ok(pending.commit()?)
@@ -189,7 +193,15 @@ mod tests {
 
     fn config(dir: &Path) -> DemoTargetSettings {
         let output = dir.join("demo");
-        DemoTargetSettings { output, rows: 40, held_out: 3, steps: 2, seed: 1, widen_to: None }
+        DemoTargetSettings {
+            output,
+            rows: 40,
+            held_out: 3,
+            steps: 2,
+            step_tokens: DemoTargetSettings::STEP_TOKENS,
+            seed: 1,
+            widen_to: None,
+        }
     }
 
     fn run_it(config: &DemoTargetSettings) -> Result<Summary, Error> {
@@ -227,6 +239,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         run_it(&config(dir.path())).unwrap();
         let other = DemoTargetSettings { rows: 41, ..config(dir.path()) };
+        assert!(matches!(run_it(&other), Err(Error::OtherSettings { .. })));
+        let other = DemoTargetSettings { step_tokens: 64, ..config(dir.path()) };
         assert!(matches!(run_it(&other), Err(Error::OtherSettings { .. })));
     }
 

@@ -80,6 +80,9 @@ pub(crate) fn choose(
             "the card shows {name}, {mode}: {responses} answers of at most {max_new_tokens} tokens, \
              {speed_up:.2}x"
         ));
+        if let Some(warning) = Evaluation::repetition(report.repetitive, *responses) {
+            say(format!("warning: {name}: {warning}"));
+        }
     }
     Ok(kept)
 }

@@ -38,6 +38,8 @@ pub struct Evaluation {
     pub prompts: PathBuf,
     pub responses: usize,
     pub tokens: usize,
+    #[serde(default)]
+    pub repetitive: usize,
     pub max_new_tokens: usize,
     #[serde(flatten)]
     pub mode: EvalMode,
@@ -110,6 +112,24 @@ impl Display for EvalMode {
 }
 
 impl Evaluation {
+    /// Whether so many answers repeat themselves that acceptance says nothing: one in a hundred can with any
+    /// model, but one in ten moves every figure.
+    pub fn is_repetitive(repetitive: usize, responses: usize) -> bool {
+        repetitive > 0 && 10 * repetitive >= responses
+    }
+
+    /// A sentence about `repetitive` answers of `responses`; `None` if there are none.
+    pub fn repetition(repetitive: usize, responses: usize) -> Option<String> {
+        if repetitive == 0 {
+            return None;
+        }
+        let meaning = match Self::is_repetitive(repetitive, responses) {
+            true => "acceptance on such text says nothing",
+            false => "acceptance there is higher than on other text",
+        };
+        Some(format!("the target repeats itself in {repetitive} of {responses} answers; {meaning}"))
+    }
+
     /// The reports in `path`: the output of `dflash eval --json`, or a checkpoint's
     /// `evaluations.json`.
     ///

@@ -12,6 +12,7 @@ mod memory;
 mod rows;
 mod show;
 pub(crate) mod step;
+mod suggest;
 mod target;
 
 use std::path::Path;
@@ -27,6 +28,7 @@ pub use around::{AllReduce, Servers, Stream};
 pub use budget::{Budget, PartBudget, SlowStep};
 pub use memory::Memory;
 pub use rows::RowShape;
+pub use suggest::{Shape, Suggestion, Typed, Way, is_on_a_cpu, suggest};
 
 use crate::config::DraftShape;
 use crate::gpus::Gpu;

@@ -4,7 +4,7 @@ use std::fmt::{self, Display, Formatter};
 use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::{Answer, EvalMode, Lossless, Measured, Verification, Whole};
+use dflash_eval::{Answer, EvalMode, Lossless, Measured, Verification, Whole, repeats};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
@@ -165,6 +165,7 @@ fn answer_of(
         first_token_s: generation.prefill_seconds,
         total_s: generation.seconds(),
         cut: !generation.finished,
+        repeats: repeats(&generation.tokens),
         // An answer of one token has no step, and so no acceptance length.
         verification: verification.filter(|counts| counts.steps > 0),
     }

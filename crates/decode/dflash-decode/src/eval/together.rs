@@ -7,7 +7,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::{Answer, EvalMode, Lossless, Measured, SetPart, Verification, Whole, turns};
+use dflash_eval::{
+    Answer, EvalMode, Lossless, Measured, SetPart, Verification, Whole, repeats, turns,
+};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
@@ -249,6 +251,7 @@ impl Round {
             first_token_s: one.first_token_s.unwrap_or(total_s),
             total_s,
             cut: one.cut,
+            repeats: repeats(&one.tokens),
             // An answer of one token has no step, and plain decoding has none.
             verification: Some(verification).filter(|counts| counts.steps > 0 && proposals > 0),
         });

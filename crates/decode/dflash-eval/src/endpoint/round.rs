@@ -16,6 +16,7 @@ use super::chat::{Manner, Reply, ask};
 use super::counters::Counters;
 use super::server::Server;
 use crate::Error;
+use crate::repetition::text_repeats;
 
 /// Number of consecutive failed rows after which no more are sent.
 const GIVEN_UP: usize = 8;
@@ -317,6 +318,7 @@ impl Work {
                 first_token_s: reply.first_token_s,
                 total_s: reply.total_s,
                 cut: reply.cut,
+                repeats: text_repeats(&text),
                 verification: verification(&reply, counted),
             });
             let Some(next) = turns.next() else { return Ok(()) };

@@ -18,6 +18,7 @@ pub(crate) fn two(set: &str, mode: EvalMode, faster: f64) -> Vec<Measured> {
         first_token_s: 0.5,
         total_s: 0.5 + (10.0 + row as f64) / speed,
         cut: false,
+        repeats: false,
         verification: drafted.then(|| Verification::of(&[3, row % 4, 1], 3)),
     };
     let plain: Vec<Answer> = (0..8).map(|row| answer(row, 1.0, false)).collect();
@@ -29,13 +30,7 @@ pub(crate) fn two(set: &str, mode: EvalMode, faster: f64) -> Vec<Measured> {
     vec![plain, drafted]
 }
 
-pub(crate) fn report(faster: f64) -> EvalReport {
-    let sampled = EvalMode { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
-    let results = [
-        two("gsm8k", GREEDY, faster),
-        two("alpaca", GREEDY, faster / 2.0),
-        two("gsm8k", sampled, faster),
-    ];
+fn facts() -> Facts {
     let set = |name: &str, title: &str| SetFacts {
         name: name.into(),
         title: title.into(),
@@ -45,7 +40,7 @@ pub(crate) fn report(faster: f64) -> EvalReport {
         skipped: 1,
         failed: 0,
     };
-    let facts = Facts {
+    Facts {
         target: "target".into(),
         drafts: vec![DraftFacts {
             label: "run".into(),
@@ -59,8 +54,17 @@ pub(crate) fn report(faster: f64) -> EvalReport {
         max_new_tokens: 11,
         device: "cpu, float32, 2 threads".into(),
         ..Facts::default()
-    };
-    EvalReport::new(facts, results.concat())
+    }
+}
+
+pub(crate) fn report(faster: f64) -> EvalReport {
+    let sampled = EvalMode { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
+    let results = [
+        two("gsm8k", GREEDY, faster),
+        two("alpaca", GREEDY, faster / 2.0),
+        two("gsm8k", sampled, faster),
+    ];
+    EvalReport::new(facts(), results.concat())
 }
 
 #[test]
@@ -75,6 +79,25 @@ fn the_top_level_is_the_first_draft_over_all_sets() {
     assert!(pooled > 2.0 && pooled < 4.0, "{pooled}");
     assert_eq!(report.modes().len(), 2);
     report.check().unwrap();
+}
+
+#[test]
+fn answers_that_repeat_are_counted_over_all_sets() {
+    let sets = ["gsm8k", "alpaca"].map(|set| {
+        let [plain, drafted] = two(set, GREEDY, 4.0).try_into().unwrap();
+        let mut answers = drafted.answers;
+        answers[..3].iter_mut().for_each(|answer| answer.repeats = true);
+        let again =
+            Measured::new(set, GREEDY, "run", answers, Whole::default(), None, Some(&plain));
+        vec![plain, again]
+    });
+    let report = EvalReport::new(facts(), sets.concat());
+    assert_eq!(report.repetitive, 6);
+    let json = serde_json::to_value(&report).unwrap();
+    assert_eq!((&json["repetitive"], &json["results"][1]["repetitive"]), (&6.into(), &3.into()));
+    assert_eq!(json["results"][1]["answers"][2]["repeats"], true);
+    assert!(json["results"][1]["answers"][3]["repeats"].is_null());
+    assert_eq!(report.evaluations[0].repetitive, 3);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! `dflash train`: passes the settings to the library, or launches ranks.
 
+mod notices;
+
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -53,7 +55,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     {
         settings.restart();
     }
-    let mut config = resolve(settings, signals)?;
+    let (mut config, draft) = resolve(settings, signals)?;
     if let Role::Worker(env) = &role {
         config.progress &= env.rank == 0;
         config.job = job(env);
@@ -70,6 +72,11 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     check_runs_here(settings, &config.target_dir)?;
     let acceptance = probe_config(&settings.validation, &config.target_dir);
     let prepared = Prepared::open(&config)?;
+    // Once: by the process that starts the ranks, or the only one.
+    if !matches!(&role, Role::Worker(_)) {
+        notices::on_vocabulary(&config);
+        notices::on_patience(&config, &draft)?;
+    }
     let grace = save_grace(settings.checkpoints.grace, prepared.time_to_save());
     dflash::set_save_grace(grace);
     let leads = !matches!(&role, Role::Worker(env) if env.rank > 0);
@@ -154,7 +161,7 @@ fn train(
 }
 
 /// Resolves the settings for this target and draft.
-fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainConfig> {
+fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<(TrainConfig, Draft)> {
     let stop = signals.stop();
     let resumed = goes_on_from(&settings)?;
     let record =
@@ -169,10 +176,10 @@ fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Tra
     if let Some(checkpoint) = resumed {
         draft = draft.resuming(&checkpoint.dir);
     }
-    Ok(TrainConfig {
+    let config = TrainConfig {
         draft: draft.shape_with_mask(&settings.draft, &target_dir, &target)?,
         described_target,
-        pretrained_dir: draft.dir,
+        pretrained_dir: draft.dir.clone(),
         command: std::env::args().collect(),
         job: None,
         stop: Arc::clone(stop),
@@ -180,7 +187,8 @@ fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Tra
         progress: !settings.no_progress,
         target_dir,
         settings,
-    })
+    };
+    Ok((config, draft))
 }
 
 /// The checkpoint to resume from, if any.

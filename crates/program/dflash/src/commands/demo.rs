@@ -46,18 +46,19 @@ struct Sizes {
 const WHOLE: Sizes = Sizes {
     target: "--rows 6000 --held-out 64 --steps 150",
     answers: "--limit 2000 --max-new-tokens 128",
-    training: "--max-steps 250",
+    training: "--epochs 3 --max-steps 250",
     new_tokens: "128",
     wide_prompts: "8",
     wide_megabytes: 400,
 };
 
-/// Takes half a minute on two cores.
+/// Takes half a minute on two cores, just enough for a target that answers in words: if it repeated
+/// one token, any drafter would get its whole blocks accepted.
 const QUICK: Sizes = Sizes {
-    target: "--rows 60 --held-out 4 --steps 4",
-    answers: "--limit 24 --max-new-tokens 32",
-    training: "--max-steps 4",
-    new_tokens: "24",
+    target: "--rows 200 --held-out 8 --steps 250 --step-tokens 256",
+    answers: "--limit 100 --max-new-tokens 40",
+    training: "--epochs 20 --max-steps 40",
+    new_tokens: "40",
     wide_prompts: "2",
     wide_megabytes: 20,
 };
@@ -173,7 +174,7 @@ impl Demo<'_> {
         let endpoint = format!("http://127.0.0.1:{}/v1", self.await_port(&mut server)?);
         let (target, data, drafts) = (self.arg("target"), self.arg("data"), self.arg("drafts"));
         let line = format!(
-            "train --resume=auto --speculator-type dflash --num-layers 2 --epochs 3 --lr 0.002 \
+            "train --resume=auto --speculator-type dflash --num-layers 2 --lr 0.002 \
              --total-seq-len 1024 --on-missing generate --on-generate delete --seed 42 \
              --scheduler-type cosine --max-anchors 256 --block-size 8 --anchors-per-sequence 64 \
              --gamma 4 {MEASURED_WITH} --nproc {RANKS} {} --target-layer-ids {}",

@@ -54,6 +54,7 @@ impl Card<'_> {
         self.evidence.iter().for_each(|report| text.push_str(&row(report)));
         text.push('\n');
         self.evidence.iter().for_each(|report| text.push_str(&details(report)));
+        self.evidence.iter().for_each(|report| text.push_str(&repetition(report)));
         if self.drafter.gguf().next().is_some() && !self.drafter.is_gguf_alone() {
             text.push_str(
                 "\nThe figures are of `model.safetensors`; the GGUF files were not measured apart.\n",
@@ -113,6 +114,13 @@ fn details(report: &Evaluation) -> String {
         plain(&report.device),
         slots.collect::<Vec<_>>().join(", ")
     )
+}
+
+/// A warning that the figures are of text that any drafter predicts.
+fn repetition(report: &Evaluation) -> String {
+    let name = code(&prompts_name(report));
+    let sentence = Evaluation::repetition(report.repetitive, report.responses);
+    sentence.map_or_else(String::new, |it| format!("\n**On {name} {it}.**\n"))
 }
 
 /// The name of the prompts' file without its directories, which belong to this machine.

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use dflash_formats::draft::{BlockShape, Layout, Outline};
 
 use super::{Card, plain};
+use crate::drafter::VOCABULARY;
 
 /// Placeholder for a target whose name is not known.
 const TARGET: &str = "TARGET";
@@ -27,11 +28,13 @@ impl Card<'_> {
             return text;
         };
         let target = self.base_model().unwrap_or_else(|| TARGET.to_owned());
-        if !self.drafter.is_gguf_alone() {
+        if self.is_pruned_for_dflash_alone() {
+            text.push_str(&self.pruned(&target));
+        } else if !self.drafter.is_gguf_alone() {
             text.push_str(&self.engines(&target, block));
         }
         text.push_str(&self.llama_cpp(block));
-        if self.drafter.shape.layout == Layout::ZLab {
+        if self.drafter.shape.layout == Layout::ZLab && !self.is_pruned_for_dflash_alone() {
             text.push_str(&self.transformers(&target));
         }
         text
@@ -55,6 +58,22 @@ impl Card<'_> {
              not serve it yet; dflash does.{block}\n\n```sh\n{download}dflash serve --target {target} \
              --draft {draft}\ndflash generate --target {target} --draft {draft} --prompt \"What is 17 \
              times 23?\"\n```\n"
+        )
+    }
+
+    /// Whether the files have a pruned vocabulary in a layout that has no place for one.
+    fn is_pruned_for_dflash_alone(&self) -> bool {
+        self.drafter.shape.layout == Layout::ZLab && self.drafter.files.contains_key(VOCABULARY)
+    }
+
+    /// Engines do not read the vocabulary's file; dflash does, and an export can hold it.
+    fn pruned(&self, target: &str) -> String {
+        let repo = &self.settings.repo;
+        format!(
+            "\nThe drafter proposes from a pruned vocabulary, `{VOCABULARY}`, which dflash reads. vLLM, \
+             SGLang and Transformers would draft from all tokens, so export it for them first (vLLM; \
+             `--format gguf` for llama.cpp):\n\n```sh\ndflash serve --target {target} --draft {repo}\n\
+             dflash export --target {target} --draft {repo} --format speculators --output drafter\n```\n"
         )
     }
 

@@ -75,6 +75,15 @@ fn check(text: &str, parts: &[&str]) {
 }
 
 #[test]
+fn a_target_that_repeats_itself_is_named_beside_the_figures() {
+    let named = "**On `gsm8k_test.jsonl` the target repeats itself in 90 of 100 answers; acceptance on such \
+                 text says nothing.**";
+    let of = |repetitive| Evaluation { repetitive, ..report() };
+    check(&text("Qwen/Qwen3-8B", json!({}), &[of(90)]), &[named]);
+    assert!(!text("Qwen/Qwen3-8B", json!({}), &[of(0)]).contains("repeats itself"));
+}
+
+#[test]
 fn figures_stand_as_they_were_measured() {
     let text = text("Qwen/Qwen3-8B", json!({"license": "mit", "language": ["no"]}), &[report()]);
     check(

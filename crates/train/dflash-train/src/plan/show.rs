@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use super::{AllReduce, Plan, Stream};
+use super::{AllReduce, Plan, Servers, Stream};
 
 impl Display for Plan {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -52,7 +52,16 @@ impl Display for Plan {
         }
         write!(f, "hidden      {:.1} MB a step", self.hidden_bytes_per_step / 1e6)?;
         match self.hidden_bytes_per_second {
-            Some(rate) => writeln!(f, ", {:.1} MB/s from the servers", rate / 1e6)?,
+            Some(rate) => {
+                write!(f, ", {:.1} MB/s from the servers", rate / 1e6)?;
+                match &self.servers {
+                    Some(Servers { gpus: [few, many], .. }) => {
+                        let count = range(*few as f64, Some(*many as f64), |it| format!("{it:.0}"));
+                        writeln!(f, ", which takes {count} of these GPUs")?;
+                    }
+                    None => writeln!(f)?,
+                }
+            }
             None => writeln!(f)?,
         }
         self.show_beside(f)?;
@@ -170,7 +179,7 @@ impl Plan {
 }
 
 /// One figure, or a range if the second prints differently.
-fn range(best: f64, slow: Option<f64>, print: impl Fn(f64) -> String) -> String {
+pub(super) fn range(best: f64, slow: Option<f64>, print: impl Fn(f64) -> String) -> String {
     let (best, slow) = (print(best), slow.map(print));
     match slow.filter(|slow| *slow != best) {
         Some(slow) => format!("{best} to {slow}"),
@@ -178,7 +187,7 @@ fn range(best: f64, slow: Option<f64>, print: impl Fn(f64) -> String) -> String 
     }
 }
 
-fn duration(seconds: f64) -> String {
+pub(super) fn duration(seconds: f64) -> String {
     match seconds {
         _ if seconds < 120.0 => format!("{seconds:.0} s"),
         _ if seconds < 7200.0 => format!("{:.0} min", seconds / 60.0),
