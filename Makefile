@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test soak hostile lint check bench bench-gpu interop recipes wheel archive install-test book clean
+.PHONY: help setup build demo test soak hostile lint check pages bench bench-gpu interop recipes wheel archive install-test book clean
 
 # One profile for programs and tests: libtorch's bindings take minutes to build, and numerical tests are ten
 # times as fast when optimised.
@@ -41,6 +41,10 @@ lint: setup ## format, lints, docs, dependency policy
 	@scripts/cargo-deny.sh
 
 check: lint test ## lints and tests
+
+# Skips, and says how to install it, where there is no Chromium.
+pages: build ## the pages in a headless Chromium, and their screenshots in docs/figures
+	DFLASH_WRITE_DOCS=1 $(CARGO) test $(CARGO_FLAGS) --workspace --test pages -- --nocapture
 
 bench: build ## time a training step, a save and the start of the programs
 	@scripts/bench.sh

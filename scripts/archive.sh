@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packs a release archive into dist/: both programs, completions, man pages, licence, with its SHA-256
-# beside it. The same programs and commit give the same bytes.
+# Packs a release archive into dist/: both programs, completions, man pages, licence, and its
+# SHA-256. The same programs and commit give the same bytes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,7 +29,7 @@ cp LICENSE README.md CHANGELOG.md "$root/share/doc/dflash/"
 chmod -R u=rwX,go=rX "$root"
 chmod 755 "$root"/bin/*
 
-# Of the last commit; of the sources, where there is no repository.
+# Time of the last commit, or of the sources without a repository.
 when=$(git log -1 --format=%ct 2>/dev/null || date -r Cargo.toml +%s)
 mkdir -p dist
 tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$when" -C "$scratch" -cf - "$name" |

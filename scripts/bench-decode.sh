@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Times single-stream decoding on a CPU, plain and speculative, in float32 and bfloat16: dflash and
-# the engines that serve the same files, in turns. Prints medians in tokens per second after the first
+# other engines on the same files, alternately. Prints medians in tokens per second after the first
 # token.
 #
 #   TARGET=DIR DRAFT=DIR PROMPTS=FILE scripts/bench-decode.sh [ENGINE...]
@@ -46,12 +46,12 @@ main() {
   python3 scripts/bench-decode.py table "$lines"
 }
 
-# One line of results: engine, dtype, way, what was measured.
+# One line of results: engine, dtype, method, measurements.
 record() {
   printf '{"engine": "%s", "level": "%s", "dtype": "%s", "way": "%s", "run": %s}\n' "$1" "$level" "$2" "$3" "$4" >>"$lines"
 }
 
-# The variables of the level, for what is not ours.
+# The level's environment variables for other engines.
 variables() { target/release/dflash cpu-levels | sed -n "s/^$level //p"; }
 
 run_ours() {
@@ -63,7 +63,7 @@ run_ours() {
 run_llama_cpp() {
   local files=$out/gguf-$1 type=f32
   [ "$1" = bfloat16 ] && type=bf16
-  # One built for the level.
+  # A build for the level.
   local -x LEVEL=$level
   case $level in
     best) LEVEL= ;;
@@ -109,7 +109,7 @@ serve() {
   shift 4
   [ "${1:-}" = -- ] && shift
   port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-  # Its own process group, so that its workers can be ended with it.
+  # Its own process group, so that its workers end with it.
   setsid bash "$script" serve "$model" "$port" "$@" >"$log" 2>&1 &
   server=$!
   for _ in $(seq 600); do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares one training step of dflash with speculators' trainer on the same shapes, in turns, and prints
-# medians and ratios. Both compute in float32 on a CPU, and in bfloat16 with DEVICE=cuda.
+# Compares one training step of dflash with speculators' trainer on the same shapes, alternately, and
+# prints medians and ratios. Both compute in float32 on a CPU, and in bfloat16 with DEVICE=cuda.
 #
 #   TARGET=DIR scripts/bench-peer.sh [SHAPE...]      shapes: a b c (default), p q
 #
@@ -18,7 +18,7 @@ readonly rounds=${ROUNDS:-3} steps=${STEPS:-5}
 readonly device=${DEVICE:-cpu}
 readonly out=${OUT:-target/bench-peer.jsonl}
 
-# The peer's libtorch takes the level's variables too.
+# The peer's libtorch reads the level's variables too.
 [ -z "${LEVEL:-}" ] || export $(target/release/dflash cpu-levels | sed -n "s/^$LEVEL //p")
 
 # tokens, anchors, documents; 5 layers, 5 auxiliary layers, blocks of 16 in each
@@ -34,7 +34,7 @@ peer() {
     --block 16 --layers 5 --aux-layers 5 --steps "$steps" --device "$device" 2>/dev/null | tail -n1
 }
 
-# A run that dies (of memory, say) leaves a line that says so.
+# A run that dies, for example out of memory, leaves a line that says so.
 record() {
   local line
   line=$("$2" $3) && [ -n "$line" ] || line=null

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Times what a user waits for: the start of the front end and of the engine, a training step, the
-# products of decoding, and a save of 1.3 GB of state, including its memory. TARGET names the target whose
+# matmuls of decoding, and a save of 1.3 GB of state, including its memory. TARGET names the target whose
 # dimensions the step uses; default: the demo's shape. LEVELS, such as "avx2 avx512" or all, are the CPU
 # instruction levels of the step, one after the other; default: all instructions of the processor.
 set -euo pipefail
@@ -35,7 +35,7 @@ for level in ${LEVELS:-best}; do
   "$dflash" bench train-step --target "$target" $([ "$level" = best ] || echo "--cpu-level $level")
 done
 
-# The products of decoding at every level, beside what bounds them.
+# The matmuls of decoding at every level, and their bounds.
 echo
 env -u LIBTORCH cargo run --release --quiet -p dflash-kernels --example kernels
 

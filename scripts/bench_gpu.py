@@ -52,7 +52,7 @@ print(*(f"{name}=={version}" for name, version in sorted(found.items())))
 
 QWEN3_8B = {}
 QWEN3_32B = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64)
-# The dimensions of gpt-oss-120b under Qwen3's name: a step asks no more of a target.
+# The dimensions of gpt-oss-120b under Qwen3's name: a step needs nothing else of a target.
 GPT_OSS_120B = dict(vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_attention_heads=64, head_dim=64)
 SMALL = dict(vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 # Name: target, tokens, anchors, documents. 5 layers, 5 auxiliary layers, blocks of 16.
@@ -62,7 +62,7 @@ SMALL_SHAPES = {"small": (SMALL, 256, 32, 2), "small-dense": (SMALL, 256, 96, 2)
 # Relative difference of two losses: of one of the first 20 steps, and of the mean of the last 50. Later single steps part,
 # since each rounding is carried on.
 FIRST_STEPS, FIRST_BOUND, LAST_STEPS, LAST_BOUND = 20, 1e-3, 50, 2e-2
-# What a test binary may take on a device; on a CPU, which rehearses, it is slower.
+# Time limit of a test binary on a device; dry runs on a CPU are slower.
 PARITY_SECONDS = int(os.environ.get("PARITY_SECONDS", 300))
 
 
@@ -121,7 +121,7 @@ def pack_peer(root, bundle):
         raise Failed(f"PEER_PYTHON={python} has no speculators: {found.stderr.splitlines()[-1:]}")
     packages = found.stdout.split()
     version = os.environ.get("PEER_VERSION", "3.12")
-    # Compiled packages are made for one version of Python.
+    # Compiled packages fit only one version of Python.
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--target", bundle / "peer", "--python-version", version, "--only-binary", ":all:",
                     "--no-deps", "--no-compile", *packages], check=True)
     shutil.copy(script, bundle / "scripts" / "peer_step.py")
@@ -134,7 +134,7 @@ class Bench:
         self.dflash = self.bundle / "bin" / "dflash"
         self.note = lambda figures: None
 
-    # What stages share.
+    # Shared by the stages.
 
     def say(self, command, timeout=600, env=None, cwd=None):
         "Runs a command to its end; its standard output."
@@ -149,7 +149,7 @@ class Bench:
         return self.say([self.dflash, "--quiet", *arguments], timeout)
 
     def doctor(self):
-        # It ends with 1 where something is missing, which the findings say.
+        # It exits with 1 if something is missing, which the findings name.
         done = subprocess.run([self.dflash, "doctor", "--json", "--offline"], capture_output=True, text=True, cwd=self.scratch)
         return {it["what"]: it["found"] for it in json.loads(done.stdout)}
 
@@ -233,7 +233,7 @@ class Bench:
         seconds, passes = time.monotonic() - begun, busy() - before
         return dict(documents=documents, mb_per_s=size / seconds / 1e6, tokens_per_s=documents * length / seconds, seconds=seconds, seconds_in_passes=passes)
 
-    # The stages: each returns its figures, and raises Failed with those that show why.
+    # The stages: each returns its figures, or raises Failed with the figures that show why.
 
     def machine(self):
         found = self.doctor()
@@ -279,7 +279,7 @@ class Bench:
         with self.server(target, "--dtype", "float32", "--wire-dtype", "f32", "--target-layer-ids", 2, 3, 5, 6) as endpoint:
             runs = {name: self.train(name, target, endpoint, device, "--compute-dtype", kind, "--log-every", 1, *shape)
                     for name, device, kind in (("cpu", "cpu", "float32"), ("device", self.device, "float32"), ("device-bf16", self.device, "bfloat16"))}
-            # What a line of the log costs: it waits for the device.
+            # The cost of a log line, which waits for the device.
             runs["device-bf16-few-lines"] = self.train("few-lines", target, endpoint, self.device, "--compute-dtype", "bfloat16", "--log-every", steps // 4, *shape)
         rates = {name: statistics.median(line["slots_per_s"] for line in lines[1:]) for name, lines in runs.items()}
         step_ms = {name: 1e3 * statistics.median(line["interval_s"] / line["steps"] for line in lines[1:]) for name, lines in runs.items()}
@@ -316,11 +316,11 @@ class Bench:
                     figures[name][side] = json.loads(run().strip().splitlines()[-1])
                 except (Failed, subprocess.TimeoutExpired, ValueError) as error:
                     figures[name][side] = str(error)
-                    # What the peer cannot do here is no fault of ours.
+                    # The peer's limitations are not our failures.
                     failures += [f"{name}: {error}"] if side == "ours" else []
             if isinstance(figures[name]["ours"], dict):
                 figures[name]["times_as_long_as_computed"] = figures[name]["ours"]["step_ms"] / figures[name]["computed"]["step_ms"]
-                # The figures of a CPU, which rehearses, are no GPU's.
+                # A CPU's dry-run figures are not a GPU's.
                 if self.device != "cpu":
                     measured = self.scratch / f"measured-{name}.json"
                     measured.write_text(json.dumps(figures[name]["ours"]["measured"]))

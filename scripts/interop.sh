@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs one drafter in other people's engines and compares their acceptance with `dflash eval` on the
-# same prompts. Every engine gets its own export of the drafter; one that is not available is skipped
-# with a word. The table of results goes to stdout.
+# same prompts. Every engine gets its own export of the drafter; unavailable ones are skipped
+# with a message. The table of results goes to stdout.
 #
 #   TARGET=DIR DRAFT=DIR PROMPTS=FILE scripts/interop.sh [ENGINE...]
 #
@@ -25,7 +25,7 @@ target=$(realpath -m "${TARGET:-demo-run/target}")
 prompts=$(realpath -m "${PROMPTS:-demo-run/prompts.jsonl}")
 draft=$(realpath -m "${DRAFT:-demo-run/drafts}")
 count=${COUNT:-100} tokens=${TOKENS:-220} tolerance=${TOLERANCE:-0.03}
-# On both sides: a small target answers differently in another format, and a drafter follows it.
+# On both sides: in another format a small target, and so its drafter, gives other answers.
 dtype=${DTYPE:-bfloat16}
 out=$(realpath -m "${OUT:-target/interop}")
 all=(vllm vllm-speculators llama.cpp-f32 llama.cpp-bf16 llama.cpp-q8_0 speculators zlab zlab-client)
@@ -64,7 +64,7 @@ skip() {
   echo "| $1 | skipped: $2 | | | |" >>"$out/table.md"
 }
 
-# The drafter in a layout and type; prints the export's path.
+# Exports the drafter in a layout and type; prints the path.
 exported() {
   local path=$out/$1-$2
   [ "$1" = gguf ] && path=$out/gguf-$2/draft.gguf && mkdir -p "$out/gguf-$2"
@@ -74,7 +74,7 @@ exported() {
   target/release/dflash export --target "$target" --draft "$draft" --format "$1" --dtype "$2" --output "$path" "${more[@]}"
 }
 
-# The report of `dflash eval` in a format, made once; prints its path.
+# Creates the report of `dflash eval` in a format, once; prints its path.
 evaluated() {
   local report=$out/eval-$1.json
   [ -f "$report" ] || target/release/dflash eval --target "$target" --draft "$draft" --prompts "$prompts" \
@@ -99,7 +99,7 @@ with_llama() {
   bash "$llama" install >&2 || { skip "$1" "it could not be built"; return; }
   local model report type=$2
   model=$(dirname "$(exported gguf "$2")")
-  # The target is llama.cpp's own conversion. One of 8 bits would be another target.
+  # The target is llama.cpp's own conversion; an 8-bit one would be another target.
   [ "$type" = q8_0 ] && type=f32
   convert_target "$type" || { skip "$1" "its converter refuses the target"; return; }
   ln -sf "$out/llama-$type/target.gguf" "$model/target.gguf"
@@ -108,7 +108,7 @@ with_llama() {
   measure "$1" "$report"
 }
 
-# llama.cpp's own conversion of the target, and of the drafter, which is left beside it.
+# llama.cpp's own conversion of the target, and of the drafter, into the same directory.
 convert_target() {
   [ -f "$out/llama-$1/target.gguf" ] && return
   OUTTYPE=$1 bash "$llama" convert "$target" "$(exported zlab bf16)" "$out/llama-$1" >"$out/llama-convert.log" 2>&1
@@ -132,7 +132,7 @@ with_python() {
 }
 
 # z-lab's benchmark client, unchanged, sends its own requests to `dflash serve`; we read the server's
-# counters before and after. It takes prompts from a cache beside its package, and the first to warm up.
+# counters before and after. It takes prompts from a cache next to its package, the first for warm-up.
 with_client() {
   have_zlab benchmark.py || { skip zlab-client "no checkout of z-lab/dflash at $zlab; set ZLAB"; return; }
   local venv=${ZLAB_VENV:-target/zlab-venv} report
@@ -156,13 +156,13 @@ P
     --num-prompts "$((count - 1))" --max-new-tokens "$tokens"
 }
 
-# Whether z-lab's file $1 is at hand, fetched if git can.
+# Whether z-lab's file $1 is available; fetches it if git can.
 have_zlab() {
   [ -f "$zlab/dflash/$1" ] || git clone -q --depth 1 https://github.com/z-lab/dflash "$zlab" 2>/dev/null
 }
 
-# A server in a process group of its own, so that its workers can be ended with it; PORT in its command
-# is replaced.
+# Starts a server in its own process group, so that its workers end with it; PORT in its command is
+# replaced.
 serve() {
   local name=$1 log=$out/$1.log command=()
   shift
@@ -184,7 +184,7 @@ serve() {
   return 1
 }
 
-# name, report, and the client that sends the prompts, where that is not our own
+# name, report, and the client that sends the prompts, unless it is ours
 measure() {
   python3 scripts/interop.py --name "$1" --url "http://127.0.0.1:$port" --prompts "$prompts" --count "$count" \
     --tokens "$tokens" --eval "$2" --tolerance "$tolerance" --table "$out/table.md" -- "${@:3}" || failed=1

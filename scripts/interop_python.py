@@ -34,20 +34,20 @@ def speculators(args, target):
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(args.draft)
-    # Its default is compiled for GPUs.
+    # The default is compiled for GPUs.
     config.transformer_layer_config._attn_implementation = "sdpa"
     draft = SpeculatorModel.from_pretrained(
         args.draft, config=config, verifier=args.target, dtype=torch.float32
     ).eval()
     draft.load_verifier_weights()
     layers, block = draft.target_layer_ids, draft.block_size
-    # The drafter says ids of its own vocabulary where it was pruned.
+    # A drafter with a reduced vocabulary returns ids of that vocabulary.
     offsets = draft.d2t if draft.d2t is not None else torch.zeros(1, dtype=torch.long)
 
     def propose(ids, states):
-        """The tokens behind the last of `ids` [1, T], whose own states are not known."""
+        """Proposes the tokens after the last of `ids` [1, T], whose own states are unknown."""
         length = ids.shape[1]
-        # Rows behind the anchor, which nothing sees: anchors are not drawn from the last block.
+        # Rows after the anchor, invisible to all: anchors are not drawn from the last block.
         padded = torch.nn.functional.pad(ids, (0, block))
         anchor = torch.zeros_like(padded, dtype=torch.float32)
         anchor[0, length - 1] = 1

@@ -81,6 +81,6 @@ def main(out, *arguments):
 
 
 if __name__ == "__main__":
-    # A flag taken for the directory would be a model of gigabytes under its name.
+    # A flag mistaken for the directory would create a model of gigabytes with that name.
     named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     main(*sys.argv[1:]) if named else sys.exit(__doc__)

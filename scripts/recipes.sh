@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The line of each recipe with a stock vLLM, on a tiny random model of the same architecture, on a CPU:
-# prepare, a vLLM that hands out hidden states, 20 steps, export, and that vLLM with the drafter. One family
-# after another; what fails is quoted from the engine. A table of results goes to stdout.
+# Runs each recipe with a stock vLLM on a tiny random model of the same architecture, on a CPU: prepare, a
+# vLLM that serves hidden states, 20 steps, export, and that vLLM with the drafter. One family after
+# another; the engine's errors are quoted. A table of results goes to stdout.
 #
 #   scripts/recipes.sh [FAMILY...]      qwen3_5 qwen3_moe gemma4 gpt_oss deepseek_v3 (of Kimi-K2.5)
 #
@@ -45,7 +45,7 @@ main() {
   exit "$failed"
 }
 
-# Notes what came of a family: checked, trained, loaded.
+# Records a family's results: checked, trained, loaded.
 note() {
   local architecture
   architecture=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["architectures"][0])' "$work/target/config.json")
@@ -80,7 +80,7 @@ run_family() {
   trained=$(tail -n 1 "$work/drafts/metrics.jsonl" | python3 -c 'import json, sys; line = json.load(sys.stdin); print("%d steps, loss %.3f" % (line["step"], line["loss"]))')
   "$dflash" export --target "$work/target" --draft "$work/drafts" --format zlab --output "$work/export" >&2 ||
     { note "$checked" "$trained" "not exported"; return 1; }
-  # With prefix caching hybrids copy their states by a Triton kernel, which a CPU does not have.
+  # With prefix caching, hybrids copy their states with a Triton kernel, which a CPU lacks.
   serve drafter --no-enable-prefix-caching --speculative-config "{\"method\": \"dflash\", \"model\": \"$work/export\", \"num_speculative_tokens\": 3}" ||
     { drafter_failed; return; }
   accepted=$(python3 scripts/interop.py --count-only --url "http://127.0.0.1:$port" --prompts "$work/conversations.jsonl" --count 4 --tokens 32 2>"$work/ask.log") ||
@@ -89,7 +89,7 @@ run_family() {
   note "$checked" "$trained" "$accepted"
 }
 
-# Notes why vLLM does not take the drafter; an error only where that is not known of it.
+# Records why vLLM rejects the drafter; an error unless that is a known limitation.
 drafter_failed() {
   local why
   why=$(reason drafter)
@@ -102,7 +102,7 @@ drafter_failed() {
   esac
 }
 
-# Conversations of a made-up corpus, as many as 20 steps take.
+# Conversations of a synthetic corpus, enough for 20 steps.
 conversations() {
   python3 - <<'P'
 import json, random
@@ -119,7 +119,7 @@ reason() {
   grep -aoE '[A-Za-z]*(Error|Exception): .*' "$work/$1.log" | grep -v 'Engine core\|EngineCore\|See stack trace\|Too many open files' | tail -n 1 | sed "s/Worker failed with error //; s/, please check the stack trace.*//" | cut -c1-160 | tr '|' '/'
 }
 
-# A vLLM of the family's target, in a process group of its own. name, further flags
+# Starts a vLLM with the family's target in its own process group. name, further flags
 serve() {
   local name=$1 log=$work/$1.log more=()
   shift

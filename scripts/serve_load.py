@@ -28,7 +28,7 @@ WORDS = "how many apples does Tom have left after he gives three to each of his 
 
 
 class Crowd:
-    """Clients that ask until `requests` are done, and note what became of each."""
+    """Clients that send requests until `requests` are done, and record each outcome."""
 
     def __init__(self, server, requests, clients, max_tokens):
         self.server, self.left, self.clients, self.max_tokens = server, requests, clients, max_tokens
@@ -143,7 +143,7 @@ def first_token(port, prompt):
 
 
 def cpu_seconds(pid):
-    """What all threads of a process have computed so far."""
+    """CPU time of all threads of a process so far."""
     fields = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -177,7 +177,7 @@ def unique(server, requests):
     for thread in threads:
         thread.join()
     tenth = max(1, requests // 10)
-    # The first hundred warm up what is allocated once.
+    # The first hundred warm up one-time allocations.
     begun = min(100, tenth // 2)
     first = (computed[tenth] - computed[begun]) / (tenth - begun)
     last = (computed[-1] - computed[-1 - tenth]) / tenth
@@ -194,7 +194,7 @@ def unique(server, requests):
 
 
 def behind(server):
-    """The first token of a short request, alone and behind one of 128 choices."""
+    """Time to the first token of a short request, alone and behind one of 128 choices."""
     alone = statistics.median(first_token(server.port, f"one {n} two") for n in range(15))
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     reply = complete(connection, "many of them", n=128, max_tokens=400, stream=True)
@@ -206,13 +206,13 @@ def behind(server):
     found = [first_token(server.port, f"three {n} four") for n in range(15)]
     value = counts(server)[1]
     tokens = value("vllm:generation_tokens_total") - tokens
-    # Eight sequences say at least a token each in a step.
+    # Eight sequences produce at least one token each per step.
     step = 8 * (time.monotonic() - steps) / tokens
     waiting, median = value("vllm:num_requests_waiting"), statistics.median(found)
     connection.close()
     while counts(server)[1]("vllm:num_requests_running") > 0:
         time.sleep(0.01)
-    # Other work of the machine may have begun meanwhile.
+    # Other load may have started meanwhile.
     again = statistics.median(first_token(server.port, f"five {n} six") for n in range(15))
     alone = max(alone, again)
     check(waiting > 20, f"{waiting:.0f} of its choices still wait")

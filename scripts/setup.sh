@@ -38,7 +38,7 @@ check_tools() {
 # Whether version $1 is older than version $2.
 older() { [ "$1" != "$2" ] && [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n1)" = "$1" ]; }
 
-# Whether CUDA's libraries are wanted: where there is a GPU, or on request.
+# Whether CUDA's libraries are wanted: if there is a GPU, or on request.
 wants_cuda() { [ -e "$gpu" ] || [ "${DFLASH_SETUP_CUDA:-0}" = 1 ]; }
 
 link_libtorch() {
@@ -61,11 +61,11 @@ check_driver() {
   return 0
 }
 
-# Whether $1 is a usable libtorch, with CUDA's libraries where they are wanted: the cache of a login node
-# without a GPU has none, and the GPU's node may share it.
+# Whether $1 is a usable libtorch, with CUDA's libraries if wanted: a GPU node may share its cache with a
+# login node, which fetched none.
 complete() { usable "$1" && { ! wants_cuda || has_cuda "$1"; }; }
 
-# Whether CUDA's libraries lie where libtorch $1 looks for them.
+# Whether CUDA's libraries are where libtorch $1 looks for them.
 has_cuda() {
   local root
   root=$(realpath "$1")
@@ -86,7 +86,7 @@ find_libtorch() {
   for candidate in "${DFLASH_LIBTORCH:-}" "${LIBTORCH:-}"; do
     [ -z "$candidate" ] && continue
     if usable "$candidate"; then
-      # Who names one gets it.
+      # An explicitly named one is used.
       complete "$candidate" || say "$candidate has no CUDA libraries: it computes on the CPU alone"
       echo "$candidate"
       return
@@ -113,7 +113,7 @@ install_wheel() {
     fail "python3 has no pip (Debian and Ubuntu: apt-get install python3-pip)"
   mkdir -p "$cache"
   local aside=$installed.$$.tmp
-  # shellcheck disable=SC2064  # the name is wanted as it is now
+  # shellcheck disable=SC2064  # expand the name now
   trap "rm -rf '$aside'" EXIT
   local size="about 600 MB to fetch, 1.3 GB on disk" remedy="is there a network, and a wheel for this platform?"
   if wants_cuda; then
@@ -129,7 +129,7 @@ install_wheel() {
   mv "$aside" "$installed"
 }
 
-# A CPU needs the wheel and two small libraries that it links; a GPU needs all that it asks for.
+# A CPU needs the wheel and two small libraries; a GPU needs all of the wheel's dependencies.
 extent() { if wants_cuda; then echo --upgrade; else echo --no-deps; fi; }
 
 main "$@"

@@ -23,19 +23,19 @@ run() {
 
 run "${@:---workspace}"
 status=$?
-# The reference vectors once more in bfloat16 and its bound: what half precision upsets, such as a router near a
-# tie, shows here and not first on a GPU.
+# Repeats the reference vectors in bfloat16: problems of half precision, such as a router near a tie, show
+# here before they do on a GPU.
 if [ $# -eq 0 ]; then
   DFLASH_TEST_DTYPE=bfloat16 run --workspace --test parity || status=$?
-  # What `make bench-gpu` tests on a GPU, on a fake CUDA device: shapes, kinds and methods that a GPU's operators
+  # Runs the tests of `make bench-gpu` on a fake CUDA device: shapes, types and methods that a GPU's operators
   # refuse show here; values do not.
   for kind in float32 bfloat16; do
     (export DFLASH_TEST_DEVICE=fake_cuda DFLASH_TEST_DTYPE=$kind
      run --workspace --test parity --test attention --test golden) || status=$?
   done
-  # What has kernels for each level of the processor's instructions once more at the lower ones, with libtorch
-  # at the same level: reference vectors, packed weights, gradients, decoding. Under half a minute a level; the kernels
-  # one by one are compared at all levels within one process (tests/levels.rs of dflash-kernels).
+  # Repeats the tests of per-level kernels at the lower CPU instruction levels, with libtorch at the same level:
+  # reference vectors, packed weights, gradients, decoding. Under half a minute per level; individual kernels are
+  # compared at all levels within one process (tests/levels.rs of dflash-kernels).
   best=$(target/release/dflash cpu-levels | tail -n 1)
   while read -r -u 3 level variables; do
     [ "$level" = "${best%% *}" ] && continue
@@ -50,8 +50,8 @@ if [ "$status" -ne 0 ]; then
   echo "failed:"
   grep -E '^test .* \.\.\. FAILED$|^error: could not compile' "$log" | sort -u
 fi
-# Last, and in the form that continuous integration reads. What was skipped for want of outside
-# material counts as passed too.
+# Last, and in the form that continuous integration reads. Tests skipped for lack of external files count
+# as passed.
 awk '
   /^test result:/ { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^(passed|failed);$/) sum[$(i + 1)] += $i }
   /^skipped: /    { skipped++ }

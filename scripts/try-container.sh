@@ -22,7 +22,7 @@ main() {
   echo "skipped: neither podman nor docker nor buildah can build here; the image is not built"
   check_copies
   if command -v hadolint >/dev/null; then
-    # Packages of the base images come in the versions that these have.
+    # Packages come in the versions of the base images.
     hadolint --ignore DL3008 Containerfile && echo "container: hadolint finds nothing"
   else
     echo "skipped: hadolint is not installed"
@@ -36,8 +36,8 @@ build_and_run() {
   if [ "$1" = buildah ]; then
     local container
     container=$(buildah from dflash-try)
-    # buildah's containers have names, and its run knows no entrypoint.
-    # shellcheck disable=SC2064  # the name is wanted as it is now
+    # buildah's containers need names, and its run ignores the entrypoint.
+    # shellcheck disable=SC2064  # expand the name now
     trap "buildah rm '$container' >/dev/null; rm -rf '$scratch'" EXIT
     run=(buildah run "$container" --)
   fi

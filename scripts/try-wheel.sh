@@ -113,14 +113,14 @@ try_pip() {
   local env=$scratch/pip
   "$python" -m venv "$env"
   local pip=("$env/bin/pip" --disable-pip-version-check install --quiet)
-  # Before torch is there: the doctor must miss it.
+  # Without torch the doctor must report it missing.
   "${pip[@]}" --no-deps "$wheel"
   must_miss_libtorch "$env/bin"
   if [ -n "$light" ]; then "${pip[@]}" --no-deps "${cpu[@]}"; else "${pip[@]}" "$wheel"; fi
   try_programs pip "$env/bin" "$env/lib"
 }
 
-# What a marker never asks for is left out.
+# Leaves out dependencies whose marker never applies.
 leave_out_cuda() {
   uv --quiet pip compile --no-header --no-annotate --python-version 3.12 - <<<"torch==2.11.*" |
     sed -n 's/^\(nvidia-[^=]*\|triton\)==.*/\1; python_version < "0"/p' |

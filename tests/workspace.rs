@@ -1,4 +1,4 @@
-//! Tests of the whole: the crate boundaries, and the built programs as a user starts them.
+//! Tests of the whole workspace: crate boundaries, and the built programs as a user starts them.
 //!
 //! The programs are those of `make build`; `make test` builds them first.
 

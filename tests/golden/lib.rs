@@ -1,10 +1,10 @@
-//! Reference vectors, and a test for every case among them.
+//! Reference vectors, and a test for every case.
 //!
-//! The repository's own lie beside this file; README.md there says where each comes from. Tests that
-//! are run without the repository find them in the folder that `DFLASH_GOLDEN_OWN` names.
-//! `DFLASH_GOLDEN` names one more folder of the same layout, whose cases run in addition. A kind of
-//! which the repository has no case, or a rule that nobody checks, is a failure: parity never
-//! passes because nothing was found.
+//! The repository's own vectors are next to this file; README.md there says where each comes from.
+//! Tests run without the repository find them in the folder named by `DFLASH_GOLDEN_OWN`.
+//! `DFLASH_GOLDEN` names an additional folder of the same layout. A kind without any case in the
+//! repository, or a rule that nothing checks, is a failure: parity never passes because nothing was
+//! found.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,11 +13,11 @@ use std::sync::Arc;
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-/// Who checks a section of `speculators/*.json`.
+/// How a section of `speculators/*.json` is checked.
 enum Rule {
-    /// The tests of these packages.
+    /// By the tests of these packages.
     CheckedBy(&'static [&'static str]),
-    /// Nobody, for this reason; the tests of this package say so.
+    /// Not at all, for this reason; the tests of this package report it.
     LeftOut(&'static str, &'static str),
 }
 
@@ -27,10 +27,10 @@ const DATA: &str = "dflash-data";
 const DRAFT: &str = "dflash-draft";
 const TRAIN: &str = "dflash-train";
 
-/// The section that says how a file of rules was made.
+/// The section with the provenance of a rules file.
 const NOTE: &str = "provenance";
 
-/// Every other section that such a file may have.
+/// All other sections that such a file may have.
 const RULES: [(&str, Rule); 15] = [
     ("anchor_candidates", CheckedBy(&[DATA])),
     ("block_indices", CheckedBy(&[DRAFT])),
@@ -52,36 +52,36 @@ const RULES: [(&str, Rule); 15] = [
 /// A file or directory of vectors.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// For the name of its test.
+    /// Part of its test's name.
     pub name: String,
     /// Where it is.
     pub path: PathBuf,
-    /// Whether it is the repository's own, not one that `DFLASH_GOLDEN` adds.
+    /// Whether it is the repository's own, rather than from `DFLASH_GOLDEN`.
     pub own: bool,
 }
 
 /// One case of a rule.
 #[derive(Debug)]
 pub struct Case {
-    /// For messages: file, section, and the case's index or key.
+    /// Name in messages: file, section, and the case's index or key.
     pub name: String,
-    /// Its key in a section that is a map, else its index.
+    /// Its key in a map section, otherwise its index.
     pub key: String,
     /// The case itself.
     pub value: Value,
-    /// The section, which may hold what its cases share.
+    /// The section, which may hold data shared by its cases.
     pub section: Value,
     /// The whole file.
     pub file: Arc<Value>,
 }
 
-/// What checks a case; it panics where the case does not hold.
+/// Checks a case; panics if the case does not hold.
 pub type Check = fn(&Case);
 
 /// All entries of a kind (`targets`, `zlab`, ...): files with this extension, or directories.
 ///
 /// # Panics
-/// When the repository has none, or `DFLASH_GOLDEN` names no folder of vectors.
+/// If the repository has none, or `DFLASH_GOLDEN` is not a folder of vectors.
 pub fn entries(kind: &str, extension: Option<&str>) -> Vec<Entry> {
     let own = folder("DFLASH_GOLDEN_OWN").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     let mut entries = list(&own.join(kind), extension, true);
@@ -115,11 +115,11 @@ fn list(dir: &Path, extension: Option<&str>, own: bool) -> Vec<Entry> {
     paths.into_iter().map(named).collect()
 }
 
-/// A test for every case of the rules that `package` checks, and an ignored one, which says why,
-/// for every section that is left out.
+/// A test for every case of the rules that `package` checks, and an ignored one with the reason for
+/// every section left out.
 ///
 /// # Panics
-/// When `checks` are not those that are expected of `package`, or a section is unknown or empty.
+/// If `checks` are not those expected of `package`, or a section is unknown or empty.
 pub fn rule_trials(package: &str, checks: &[(&str, Check)]) -> Vec<Trial> {
     let expected: BTreeSet<&str> = RULES
         .iter()
@@ -152,7 +152,7 @@ pub fn rule_trials(package: &str, checks: &[(&str, Check)]) -> Vec<Trial> {
     trials
 }
 
-/// Why nobody checks a section; `None` where another package does.
+/// Why a section is not checked; `None` if another package checks it.
 fn reason_left_out(package: &str, kind: &str, own: bool) -> Option<&'static str> {
     match RULES.iter().find(|(known, _)| *known == kind) {
         Some((_, LeftOut(says_so, reason))) => (*says_so == package).then_some(*reason),
@@ -164,7 +164,7 @@ fn reason_left_out(package: &str, kind: &str, own: bool) -> Option<&'static str>
     }
 }
 
-/// An ignored test whose name says what is left out, and why.
+/// An ignored test whose name says what is left out and why.
 pub fn left_out(name: &str, reason: &str) -> Trial {
     Trial::test(format!("{name} left out: {reason}"), || Ok(())).with_ignored_flag(true)
 }

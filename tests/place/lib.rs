@@ -1,9 +1,9 @@
-//! Where tests of tensors compute: on the CPU in float32, unless `DFLASH_TEST_DEVICE` (cpu, cuda,
-//! cuda:N) or `DFLASH_TEST_DTYPE` (float32, bfloat16) say otherwise. So the tests that hold the CPU
-//! against reference vectors hold a GPU against them too.
+//! Where tensor tests compute: on the CPU in float32, unless `DFLASH_TEST_DEVICE` (cpu, cuda,
+//! cuda:N) or `DFLASH_TEST_DTYPE` (float32, bfloat16) say otherwise. So the tests that compare the
+//! CPU with reference vectors can do the same for a GPU.
 //!
-//! On the device `fake_cuda` they run as on a GPU, whose operators take what they are given or refuse it, and whose
-//! results have shapes and no values: what would end such a test on a GPU before anything is compared, ends it
+//! On the device `fake_cuda` they run as on a GPU whose operators accept or refuse their arguments
+//! and return shapes without values: whatever would fail on a GPU before results are compared fails
 //! here.
 
 pub mod launches;
@@ -20,27 +20,27 @@ const DTYPE: &str = "DFLASH_TEST_DTYPE";
 /// The device that computes nothing.
 const FAKE_CUDA: &str = "fake_cuda";
 
-/// Relative error of a result in bfloat16, which keeps 8 bits. Over all reference vectors, computed on
-/// a CPU, at most 1.02e-1 was measured, for the gradient of a q_norm, 8 numbers of large terms that cancel;
-/// 6.4e-2 by libtorch's operations.
+/// Relative error of bfloat16 results, which keep 8 bits. Over all reference vectors, computed on a
+/// CPU, at most 1.02e-1 was measured, for the gradient of a q_norm, 8 numbers with large terms that
+/// cancel; 6.4e-2 with libtorch's operations.
 const BF16_BOUND: f64 = 1.5e-1;
 
-/// A device, and the kind of weights and activations on it.
+/// A device, and the type of weights and activations on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Where.
+    /// Device.
     pub device: Device,
     /// Float32 or bfloat16.
     pub kind: Kind,
-    /// Whether the device is a GPU that is not there, whose results have no values.
+    /// Whether the device is a simulated GPU, whose results have no values.
     pub is_fake_cuda: bool,
 }
 
-/// Where the tests of this process compute.
+/// The place of this process's tests.
 ///
 /// # Panics
-/// Where a variable says something else, or libtorch does not see the GPU that is asked for: a test
-/// of a GPU must not pass on a CPU.
+/// If a variable has another value, or libtorch does not see the requested GPU: a GPU test must not
+/// pass on a CPU.
 pub fn place() -> Place {
     static PLACE: OnceLock<Place> = OnceLock::new();
     let place = *PLACE.get_or_init(|| {
@@ -49,7 +49,7 @@ pub fn place() -> Place {
         Place { device, kind: kind(), is_fake_cuda }
     });
     if place.is_fake_cuda {
-        // Each test has a thread.
+        // Each test runs on its own thread.
         fake_cuda_to_the_end().unwrap_or_else(|error| panic!("{DEVICE}={FAKE_CUDA}: {error}"));
     }
     place
@@ -82,19 +82,19 @@ fn variable(name: &str) -> Option<String> {
 }
 
 impl Place {
-    /// `x` there; numbers with a fraction in the place's kind.
+    /// Moves `x` there, and floating-point values to its type.
     pub fn put(self, x: &Tensor) -> Tensor {
         let x = x.to_device(self.device);
         if x.is_floating_point() { x.to_kind(self.kind) } else { x }
     }
 
-    /// How far a result may be off, relative to its size, that is off by `float32` at most in float32.
+    /// Tolerance for a result's relative error, given the tolerance `float32` in float32.
     pub fn bound(self, float32: f64) -> f64 {
         let bound = if self.kind == Kind::BFloat16 { BF16_BOUND } else { float32 };
         self.whatever_the_kind(bound)
     }
 
-    /// The same for a result whose kind the test chooses.
+    /// The same for a result whose type the test chooses.
     pub fn whatever_the_kind(self, bound: f64) -> f64 {
         if self.is_fake_cuda { f64::INFINITY } else { bound }
     }

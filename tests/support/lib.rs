@@ -1,8 +1,8 @@
-//! What tests of several crates share: draws that can be repeated, waiting for a condition, a
+//! Shared by the tests of several crates: reproducible randomness, waiting for a condition, a
 //! tokenizer, and an NCCL without GPUs.
 //!
-//! A random test draws anew each time it runs, so that runs add up, and prints its seed, which the
-//! harness shows where the test fails. `DFLASH_TEST_SEED=N cargo test NAME` repeats it.
+//! A random test uses a new seed on every run, so that runs add up, and prints it, which the
+//! harness shows on failure. `DFLASH_TEST_SEED=N cargo test NAME` repeats it.
 
 mod nccl;
 
@@ -15,39 +15,38 @@ use rand::SeedableRng;
 pub use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 
-/// The variable that holds the seed of all random tests.
+/// Variable with the seed of all random tests.
 const SEED: &str = "DFLASH_TEST_SEED";
 
-/// For a machine that is busy with other tests.
+/// Long enough for a machine busy with other tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The draws of one test.
+/// A test's random generator.
 pub fn random() -> ChaCha8Rng {
     ChaCha8Rng::seed_from_u64(seed().unsigned_abs())
 }
 
-/// Hands a seed to a generator that the whole process shares, such as libtorch's, and draws
-/// [`alone`] from then on.
+/// Passes a seed to a process-wide generator such as libtorch's, and locks it as [`alone`] does.
 pub fn seeded(hand_over: impl FnOnce(i64)) -> MutexGuard<'static, ()> {
     let guard = alone();
     hand_over(seed());
     guard
 }
 
-/// Keeps other tests of this process that call it waiting until the guard is dropped: what they
-/// draw from a shared generator would come in between.
+/// Blocks other tests of this process that call it until the guard is dropped: they would draw from
+/// the shared generator in between.
 pub fn alone() -> MutexGuard<'static, ()> {
     static DRAWING: Mutex<()> = Mutex::new(());
     DRAWING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The seed asked for, else one from the clock; printed.
+/// The requested seed, or one from the clock; printed.
 fn seed() -> i64 {
     let seed = match std::env::var(SEED) {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("{SEED}={text} is not a whole number")),
         Err(_) => {
             let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-            // Microseconds: short enough to be copied by hand.
+            // Microseconds: short enough to copy by hand.
             clock.map_or(0, |clock| clock.as_micros() as i64)
         }
     };
@@ -55,10 +54,10 @@ fn seed() -> i64 {
     seed
 }
 
-/// Waits until `holds`.
+/// Waits until `holds` returns true.
 ///
 /// # Panics
-/// After a minute, with `what` was waited for.
+/// After a minute, naming `what`.
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !holds() {
@@ -67,7 +66,7 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A `tokenizer.json` whose first 256 ids are the bytes; the `special` tokens follow.
+/// A `tokenizer.json` whose first 256 ids are the bytes, followed by the `special` tokens.
 pub fn byte_tokenizer(special: &[&str]) -> Value {
     let vocabulary: Map<String, Value> =
         (0..256_u32).map(|byte| (byte_letter(byte).to_string(), json!(byte))).collect();
@@ -85,7 +84,7 @@ pub fn added_token(id: u32, content: &str, special: bool) -> Value {
         "normalized": !special, "special": special})
 }
 
-/// GPT-2's letter for a byte: itself where it prints, else the next one from U+0100 on.
+/// GPT-2's letter for a byte: the byte itself if printable, otherwise the next one from U+0100 on.
 fn byte_letter(byte: u32) -> char {
     let prints =
         |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);

@@ -1,5 +1,4 @@
-//! NCCL between processes that have no GPU: `nccl/libnccl.c`, which says what it does and how it is
-//! told to fail.
+//! NCCL between processes without GPUs: `nccl/libnccl.c`, which says how to make it fail.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,7 +7,7 @@ use std::process::Command;
 /// The C source.
 const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/nccl/libnccl.c");
 
-/// A `libnccl.so.2` on the host's memory and what its calls leave; gone when dropped.
+/// A `libnccl.so.2` for host memory, and the record of its calls; deleted when dropped.
 pub struct HostNccl {
     dir: tempfile::TempDir,
 }
@@ -17,7 +16,7 @@ impl HostNccl {
     /// Compiles it.
     ///
     /// # Panics
-    /// Where the C compiler fails, with what it says.
+    /// If the C compiler fails, with its output.
     pub fn build() -> Self {
         let dir = tempfile::tempdir().expect("a temporary directory");
         let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
@@ -31,7 +30,7 @@ impl HostNccl {
         Self { dir }
     }
 
-    /// Lets `command` and what it starts find it, and fail as `fault` says.
+    /// Makes `command` and its children find the library, and fail as `fault` says.
     pub fn serve<'a>(&self, command: &'a mut Command, fault: Option<&str>) -> &'a mut Command {
         let inherited = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         let mut path = OsString::from(self.dir.path());
@@ -41,7 +40,7 @@ impl HostNccl {
         command.envs(fault.map(|fault| ("DFLASH_TEST_NCCL_FAULT", fault)))
     }
 
-    /// A line for each call of the rank so far.
+    /// One line per call of the rank so far.
     pub fn calls(&self, rank: usize) -> Vec<String> {
         let log: PathBuf = self.dir.path().join(format!("rank-{rank}"));
         let text = std::fs::read_to_string(log).unwrap_or_default();

@@ -1,5 +1,4 @@
-//! The rules that ARCHITECTURE.md states about crates, read from cargo's own metadata and from the
-//! sources.
+//! ARCHITECTURE.md's rules about crates, checked against cargo's metadata and the sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,11 +7,10 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// The dependencies of each package, without those of its tests and its build script.
+/// The dependencies of each package, without those of tests and build scripts.
 pub(crate) struct Graph(BTreeMap<String, BTreeSet<String>>);
 
-/// What `cargo metadata` prints. For this platform only: dependencies of others have never been fetched on a
-/// fresh machine.
+/// Output of `cargo metadata` for this platform: dependencies of others may not be fetched.
 pub(crate) fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--offline", "--filter-platform", &host()])
@@ -33,14 +31,14 @@ impl Graph {
         let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
         let mut graph: BTreeMap<_, _> =
             nodes.iter().map(|node| (name_of(&node["id"]), ordinary(node))).collect();
-        // Cargo counts what any package turns on; who turns this on is a test of its own.
+        // Cargo merges the features that packages enable; another test checks who enables this one.
         if let Some(settings) = graph.get_mut("dflash-settings") {
             settings.remove("clap");
         }
         Self(graph)
     }
 
-    /// Everything that `package` needs, however far away.
+    /// All direct and indirect dependencies of `package`.
     fn reach(&self, package: &str) -> BTreeSet<String> {
         assert!(self.0.contains_key(package), "no package {package}");
         let mut found = BTreeSet::new();
@@ -55,7 +53,7 @@ impl Graph {
         found
     }
 
-    /// What `package` names in its own manifest.
+    /// The direct dependencies of `package`.
     pub(crate) fn direct(&self, package: &str) -> &BTreeSet<String> {
         &self.0[package]
     }
@@ -65,7 +63,7 @@ impl Graph {
     }
 }
 
-/// The platform that the compiler runs on, such as `x86_64-unknown-linux-gnu`.
+/// The compiler's host platform, such as `x86_64-unknown-linux-gnu`.
 fn host() -> String {
     let output = Command::new("rustc").arg("-vV").output().expect("rustc starts");
     let text = String::from_utf8(output.stdout).expect("rustc writes text");
@@ -96,7 +94,7 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
 }
 
-/// Every Rust file of our crates, with its path from the root.
+/// All Rust files of our crates, with paths from the root.
 fn sources() -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     collect(&root().join("crates"), &mut found);
@@ -132,7 +130,7 @@ const SUBCOMMANDS: [&str; 7] = [
     "dflash-report",
 ];
 
-/// Except that the pages of an evaluation have the charts of `report`.
+/// Exception: evaluation pages use the charts of `report`.
 #[test]
 fn subcommand_crates_never_depend_on_each_other() {
     let graph = Graph::read();
@@ -260,7 +258,7 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-settings",
             ],
         ),
-        ("dflash-report", &["dflash-io", "dflash-run"]),
+        ("dflash-report", &["dflash-http", "dflash-io", "dflash-run"]),
         (
             "dflash-eval",
             &[
@@ -435,13 +433,13 @@ fn unsafe_code_lives_in_the_shim_and_one_module() {
     }
 }
 
-/// Whoever asks libtorch for devices itself computes on the CPU, without a word, where libtorch does not see the
-/// machine's GPUs.
+/// A caller that queries libtorch for devices itself would silently compute on the CPU if libtorch
+/// does not see the machine's GPUs.
 #[test]
 fn one_place_asks_which_gpus_there_are() {
     let home = |path: &Path| {
         path == Path::new("crates/model/dflash-tensor/src/placement.rs")
-            // what doctor is told
+            // what doctor reports
             || path.ends_with("engine_info.rs")
             || path.starts_with("crates/model/dflash-torch-sys")
             || path.starts_with("crates/model/dflash-kernels")

@@ -1,5 +1,5 @@
-//! The diagram of crates in ARCHITECTURE.md is made from Cargo's metadata: this test compares it, and
-//! rewrites it with `DFLASH_WRITE_DOCS=1` (scripts/crate-diagram.sh).
+//! The diagram of crates in ARCHITECTURE.md is generated from Cargo's metadata: this test compares
+//! it, and rewrites it with `DFLASH_WRITE_DOCS=1` (scripts/crate-diagram.sh).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -67,7 +67,7 @@ impl Crates {
         Self(ours.collect())
     }
 
-    /// The dependencies of `name` that do not follow from its other dependencies.
+    /// The dependencies of `name` that its other dependencies do not imply.
     fn arrows(&self, name: &str) -> Vec<&str> {
         let needs = &self.0[name].needs;
         let follows = |it: &&String| needs.iter().any(|other| self.reaches(other, it));

@@ -1,4 +1,4 @@
-//! `dflash demo`: the whole line in one command, kept stages, and its end by a signal.
+//! `dflash demo`: the whole pipeline in one command, kept stages, and stopping by a signal.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -23,7 +23,7 @@ fn the_demo_goes_the_whole_way_and_keeps_what_is_done() {
     let eval = fs::read_to_string(format!("{dir}/demo/eval.json")).unwrap();
     let eval: Value = serde_json::from_str(&eval).unwrap();
     assert_eq!(eval["lossless"]["holds"], true, "{eval}");
-    // What speculation is worth, from what ran: with the target as it is, and from memory.
+    // The speed-up figures match the measurements, with the original target and from memory.
     let wide = fs::read_to_string(format!("{dir}/demo/wide.json")).unwrap();
     let wide: Value = serde_json::from_str(&wide).unwrap();
     assert_eq!(wide["lossless"]["holds"], true, "{wide}");
@@ -34,7 +34,7 @@ fn the_demo_goes_the_whole_way_and_keeps_what_is_done() {
         assert!(line.contains(&rate("plain")) && line.contains(&rate("speculative")), "{line}");
     }
     assert!(!fs::exists(format!("{dir}/demo/wide")).unwrap());
-    // What it leaves can be published: no result of another target is kept with it.
+    // The result can be published: no other target's results are stored with it.
     dflash(&format!("push {drafter} --repo me/demo --dry-run")).ok();
 
     let again = dflash(&demo).ok();
@@ -74,7 +74,7 @@ fn a_signal_ends_the_demo_with_all_that_it_started() {
     assert!(gone.is_some(), "{:?} still run", running(&dir));
 }
 
-/// The command lines of the programs that name `dir`.
+/// The command lines of processes that name `dir`.
 fn running(dir: &str) -> Vec<String> {
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| {
         let bytes = fs::read(entry.ok()?.path().join("cmdline")).ok()?;

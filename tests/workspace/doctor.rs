@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::pipeline::scratch;
 use crate::program::{Finished, dflash, path, run};
 
-/// The findings by what was looked at.
+/// The findings by subject.
 fn findings(finished: &Finished) -> BTreeMap<String, Value> {
     let all: Vec<Value> = serde_json::from_str(&finished.stdout).expect("JSON on stdout");
     all.into_iter().map(|one| (one["what"].as_str().unwrap().to_owned(), one)).collect()
@@ -81,7 +81,7 @@ fn a_taken_port_is_a_warning() {
     assert!(message.fault().contains("--ports is 0"), "{message:?}");
 }
 
-/// A Hub that answers each of `count` requests with `status` and `body`; their heads are returned.
+/// A Hub that answers `count` requests with `status` and `body`; returns their heads.
 fn hub(count: usize, status: &'static str, body: &'static str) -> (String, JoinHandle<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
@@ -155,7 +155,7 @@ fn every_command_has_a_man_page() {
     let (_dir, dir) = scratch();
     let made = dflash(&format!("man {dir}/man1")).ok().stdout;
     let page = |name: &str| fs::read_to_string(format!("{dir}/man1/{name}.1")).unwrap();
-    // The page of flags has a heading for every command; a test compares it with the definitions.
+    // The flags page has a heading for every command; a test compares it with the definitions.
     let flags = include_str!("../../docs/flags.md");
     let commands = flags.lines().filter_map(|line| line.strip_prefix("## dflash "));
     let names: Vec<String> =

@@ -1,4 +1,4 @@
-//! The front program: help, exit codes, and what it says when libtorch is missing.
+//! The front program: help, exit codes, and messages when libtorch is missing.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -151,7 +151,7 @@ fn help_starts_at_once() {
         dflash("--help").ok();
         began.elapsed() < Duration::from_millis(30)
     };
-    // Once is proof; the rest is for a machine that is busy with other tests.
+    // Once is proof; the repetitions allow for a machine busy with other tests.
     assert!((0..200).any(at_once));
 }
 
@@ -187,7 +187,7 @@ fn a_missing_engine_is_named() {
     assert!(finished.fault().contains("dflash-engine is missing"), "{finished:?}");
 }
 
-/// Runs a copy of the front (with an empty engine beside it) where no libtorch can be found.
+/// Runs a copy of the front program (next to an empty engine) where libtorch is missing.
 fn bare(args: &[&str]) -> Finished {
     let dir = tempfile::tempdir().unwrap();
     fs::copy(path(), dir.path().join("dflash")).unwrap();

@@ -1,4 +1,4 @@
-//! `--cpu-level`: every command computes at each level that the processor has, says so, and refuses others.
+//! `--cpu-level`: every command runs at each supported level, reports it, and refuses others.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,13 +10,13 @@ use serde_json::Value;
 use crate::pipeline::{demo, prepared, scratch, target};
 use crate::program::{Finished, dflash, path, run};
 
-/// What stands for a level in the environment.
+/// Environment variables that select a level.
 const VARIABLES: [&str; 4] =
     ["DFLASH_CPU_LEVEL", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"];
-/// Those that no processor has together.
+/// All levels; no processor supports all of them.
 const ALL: [&str; 5] = ["baseline", "avx2", "avx512", "avx512bf16", "neon"];
 
-/// `program` with the arguments of `line`, at no level as yet.
+/// `program` with the arguments of `line`, with no level selected.
 fn at_no_level(program: &Path, line: &str) -> Command {
     let mut command = Command::new(program);
     command.args(line.split_whitespace());
@@ -106,7 +106,7 @@ fn a_bench_and_the_doctor_name_the_level() {
         let found = findings.iter().find(|one| one["what"] == "level").expect("a line for it");
         let found = found["found"].as_str().unwrap();
         assert!(found.starts_with(&format!("{level} computes, of baseline")), "{found}");
-        // What libtorch says of itself is what its variable asked for.
+        // libtorch reports the level that its variable selects.
         let asked = variables.iter().find_map(|text| text.strip_prefix("ATEN_CPU_CAPABILITY="));
         assert!(found.contains(&format!("libtorch {}", asked.unwrap())), "{found}");
     }
@@ -135,7 +135,7 @@ fn a_level_that_the_processor_lacks_is_refused_by_name() {
     assert!(unknown.stderr.contains("baseline, avx2, avx512, avx512bf16, neon"), "{unknown:?}");
 }
 
-/// On a processor of 2013, as qemu has it.
+/// On an emulated processor of 2013 (qemu).
 #[test]
 fn a_processor_without_avx512_refuses_it() {
     let mut levels = Command::new("qemu-x86_64");
@@ -193,7 +193,7 @@ fn every_command_that_computes_hands_the_level_to_the_engine() {
         for command in commands {
             assert_eq!(level_of(shown(&format!("{command} --cpu-level {level}"), &[])), variables);
         }
-        // What has no such flag, as what the demo starts, takes the variable.
+        // Commands without the flag, such as those that the demo starts, use the variable.
         let set = [("DFLASH_CPU_LEVEL", level.as_str())];
         assert_eq!(level_of(shown("demo-target --output o", &set)), variables);
     }

@@ -1,5 +1,5 @@
-//! docs/newcomer.md: its commands, run as they stand, from conversations to a drafter on a Hub of this
-//! machine. A command that is added to the page is run as well.
+//! docs/newcomer.md: runs its commands as written, from conversations to a drafter on a Hub of this
+//! machine. Commands added to the page are run as well.
 
 use std::fs;
 use std::net::TcpListener;
@@ -16,7 +16,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
 }
 
-/// The page's shell blocks, one behind the other.
+/// The page's shell blocks, concatenated.
 fn script() -> String {
     let text = fs::read_to_string(root().join("docs/newcomer.md")).unwrap();
     let blocks: Vec<&str> = text
@@ -28,7 +28,7 @@ fn script() -> String {
     format!("set -euo pipefail\n{}\n", blocks.join("\n"))
 }
 
-/// Runs the page in `dir`, with other values for some of its names; what it published is in the Hub.
+/// Runs the page in `dir` with some names replaced; what it publishes is in the Hub.
 fn follow(dir: &str, names: &[(&str, &str)], hub: &HubServer) -> Finished {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let program = path();
@@ -37,14 +37,14 @@ fn follow(dir: &str, names: &[(&str, &str)], hub: &HubServer) -> Finished {
     command.args(["-c", &script()]).current_dir(dir).envs(names.iter().copied());
     command.env("PORT", port.to_string()).env("STEPS", "3");
     command.env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap()));
-    // Like Hugging Face's, this Hub knows the token's user by the name of `me`.
+    // Like Hugging Face's, this Hub calls the token's user `me`.
     command.env("HF_ENDPOINT", hub.address()).env("HF_TOKEN", TOKEN);
     command.env("HF_HOME", format!("{dir}/hf-home"));
     for other in ["HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"] {
         command.env_remove(other);
     }
     let finished = run(&mut command).ok();
-    // The page ends the servers that it started.
+    // The page stops the servers that it started.
     TcpListener::bind(("127.0.0.1", port)).expect("the server's port is free again");
     finished
 }
@@ -69,8 +69,7 @@ fn check_results(dir: &str, finished: &Finished, hub: &HubServer) {
     check_published(&work, &eval, finished, hub);
 }
 
-/// The target's own words, in the terminal, from the server, and with the drafter that came back
-/// from the Hub.
+/// Answers of the target in the terminal, from the server, and with the downloaded drafter.
 fn check_answers(work: &str, finished: &Finished) {
     let answer = json(&format!("{work}/answer.json"));
     let said = answer["choices"][0]["message"]["content"].as_str().unwrap();
@@ -100,11 +99,11 @@ fn check_published(work: &str, eval: &Value, finished: &Finished, hub: &HubServe
     for part in figures(eval) {
         assert!(card.contains(&part), "{part} is not in\n{card}");
     }
-    // The card that was shown first is the one that went.
+    // The card shown first is the uploaded one.
     assert!(finished.stdout.contains(&card), "{card}\nis not in\n{}", finished.stdout);
 }
 
-/// The report's figures, as the card writes them.
+/// The report's figures in the card's format.
 fn figures(eval: &Value) -> Vec<String> {
     let number = |value: &Value| value.as_f64().unwrap();
     let speed = &eval["tokens_per_second"];
@@ -132,7 +131,7 @@ fn a_newcomer_gets_a_drafter_from_the_sample_that_we_ship() {
     check_results(&dir, &finished, &hub);
 }
 
-/// The real sample lies beside the checkout where the project is developed.
+/// The real sample is next to the checkout where the project is developed.
 #[test]
 fn a_newcomer_gets_a_drafter_from_sharegpt() {
     let sample = root().join("../shared/data/sharegpt_sample.json");

@@ -1,5 +1,5 @@
-//! The whole line with the built programs on a target of two training steps, and what users get
-//! wrong along it.
+//! The whole pipeline with the built programs on a target of two training steps, including user
+//! errors along the way.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::program::{Finished, dflash, path, run};
 
-/// Corpus, prompts and target that all tests here share; removed with the target folder.
+/// Corpus, prompts and target shared by all tests here; removed with the target folder.
 pub(crate) fn demo() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -54,13 +54,13 @@ impl Server {
         Self::speaking(dir, Stdio::null())
     }
 
-    /// A server whose stderr is given.
+    /// A server with the given stderr.
     pub(crate) fn speaking(dir: &str, stderr: Stdio) -> Self {
         let line = format!("hidden-server {} --target-layer-ids 2 3 5 6", target());
         Self::running(&line, &format!("{dir}/port"), stderr)
     }
 
-    /// A server that tells its port in the file `port_file`.
+    /// A server that writes its port to the file `port_file`.
     fn running(line: &str, port_file: &str, stderr: Stdio) -> Self {
         let port_file = PathBuf::from(port_file);
         let child = Command::new(path())
@@ -80,7 +80,7 @@ impl Server {
         format!("http://127.0.0.1:{}/v1", self.port)
     }
 
-    /// Sends SIGINT and waits; (exit code, time it took).
+    /// Sends SIGINT and waits; returns the exit code and the time it took.
     pub(crate) fn interrupt(&mut self) -> (Option<i32>, Duration) {
         let began = Instant::now();
         signal("-INT", self.child.id());
@@ -148,9 +148,9 @@ fn conversations_become_a_measured_drafter() {
     check_served(&dir, &drafts, &report);
 }
 
-/// A server of the same drafter is measured to accept what was accepted here.
+/// A server with the same drafter is measured to accept the same number of tokens as here.
 fn check_served(dir: &str, drafts: &str, here: &Value) {
-    // Whole blocks, as here, whether they pay or not.
+    // Full blocks, as here, whether or not they pay off.
     let line = format!("serve --target {} --draft {drafts} --speculate 3", target());
     let server = Server::running(&line, &format!("{dir}/serve-port"), Stdio::null());
     let (endpoint, prompts) = (server.endpoint(), demo().join("prompts.jsonl"));
@@ -165,7 +165,7 @@ fn check_served(dir: &str, drafts: &str, here: &Value) {
             [&here["responses"], &here["tokens"]]
         );
         let [own, counted] = [here, result].map(|it| it["acceptance_length"].as_f64().unwrap());
-        // Sums of several rows round differently; a near tie may fall otherwise.
+        // Sums over several rows round differently; a near tie may be decided differently.
         assert!((own - counted).abs() < 0.03 * own, "{own} here, {counted} by the server");
     }
     assert_eq!(served["results"].as_array().unwrap().len(), 2, "{served}");
@@ -173,7 +173,7 @@ fn check_served(dir: &str, drafts: &str, here: &Value) {
     dflash(&format!("eval --endpoint {endpoint} {sampled}")).ok();
 }
 
-/// What the bench prints follows from what it measured, and the answers are the same both ways.
+/// The bench's output matches its measurements, and both methods give the same answers.
 fn check_bench(drafts: &str, prompts: &Path) {
     let (target, prompts) = (target(), prompts.display());
     let line = format!("bench decode --target {target} --draft {drafts} --prompts {prompts}");
@@ -197,7 +197,7 @@ fn check_bench(drafts: &str, prompts: &Path) {
     assert!(refused.fault().contains("--max-new-tokens is 1"), "{}", refused.stderr);
 }
 
-/// oneDNN's code for a thousand shapes of products took 0.3 to 0.6 GB more.
+/// oneDNN's code for a thousand matmul shapes took 0.3 to 0.6 GB more.
 #[test]
 fn a_server_is_started_with_what_its_libraries_read() {
     let (_dir, dir) = scratch();
@@ -205,7 +205,7 @@ fn a_server_is_started_with_what_its_libraries_read() {
     let environment = fs::read(format!("/proc/{}/environ", server.child.id())).unwrap();
     let has = |wanted: &[u8]| environment.split(|byte| *byte == 0).any(|entry| entry == wanted);
     assert!(has(b"ONEDNN_PRIMITIVE_CACHE_CAPACITY=16"));
-    // What libtorch's allocator for GPUs reads: rows and batches differ in size.
+    // Read by libtorch's GPU allocator: rows and batches differ in size.
     assert!(has(b"PYTORCH_ALLOC_CONF=expandable_segments:True"));
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-/// The front program that `make build` left.
+/// The front program built by `make build`.
 pub(crate) fn path() -> PathBuf {
     // This test is target/release/deps/workspace-HASH.
     let here = std::env::current_exe().expect("this test's own path");
@@ -14,10 +14,10 @@ pub(crate) fn path() -> PathBuf {
     built
 }
 
-/// What a finished program left behind.
+/// Result of a finished program.
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// Exit code; `None` when a signal ended it.
+    /// Exit code; `None` if a signal ended it.
     pub(crate) code: Option<i32>,
     /// Standard output.
     pub(crate) stdout: String,
@@ -53,13 +53,13 @@ impl Finished {
     }
 }
 
-/// Runs `dflash` with `args` (split at blanks) to its end.
+/// Runs `dflash` with `args` (split at spaces) to its end.
 pub(crate) fn dflash(args: &str) -> Finished {
     run(Command::new(path()).args(args.split_whitespace()))
 }
 
-/// Runs a command to its end. A program that was just copied is busy for as long as a process that
-/// another test starts in that moment still holds the copy open.
+/// Runs a command to its end. A freshly copied program is busy while a process that another test is
+/// just starting still holds the copy open.
 pub(crate) fn run(command: &mut Command) -> Finished {
     loop {
         match command.output() {

@@ -1,5 +1,5 @@
-//! `scripts/setup.sh` in a tree of its own, with stand-ins for cargo, the compiler and pip: which libtorch it
-//! takes where CUDA's libraries are wanted, and what it says that these take.
+//! `scripts/setup.sh` in a separate tree, with stand-ins for cargo, the compiler and pip: which
+//! libtorch it chooses if CUDA libraries are wanted, and the size it reports for them.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,8 +8,8 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-/// Stands for `python3 -m pip install --target DIR`: leaves a wheel there, with CUDA's libraries where it is
-/// asked for all that the wheel asks for.
+/// Stand-in for `python3 -m pip install --target DIR`: creates a wheel there, with CUDA libraries
+/// if the wheel's dependencies are requested.
 const PYTHON: &str = r#"#!/bin/sh
 [ "$1" = -m ] || exit 1
 [ "$3" = --version ] && exit 0
@@ -53,7 +53,7 @@ impl Tree {
         self.0.path().join(name)
     }
 
-    /// What it says, and how often pip was asked to install by then.
+    /// Its output, and the number of pip installations so far.
     fn set_up(&self, cuda: &str) -> (String, usize) {
         let output = Command::new("bash")
             .arg(self.path("scripts/setup.sh"))
@@ -79,7 +79,7 @@ impl Tree {
 #[test]
 fn a_cache_without_cuda_does_not_pass_where_cuda_is_wanted() {
     let tree = Tree::new();
-    // On a machine with a GPU the first call wants CUDA already.
+    // On a machine with a GPU the first call already wants CUDA.
     let has_gpu = Path::new("/dev/nvidiactl").exists();
     let (said, calls) = tree.set_up("0");
     let size = if has_gpu { "2.7 GB to fetch, 5 GB" } else { "600 MB to fetch, 1.3 GB" };
@@ -91,7 +91,7 @@ fn a_cache_without_cuda_does_not_pass_where_cuda_is_wanted() {
     assert!(has_gpu || said.contains("2.7 GB to fetch, 5 GB on disk"), "{said}");
     assert!(has_gpu || said.contains("has no CUDA libraries"), "{said}");
     assert!(tree.links_to_cuda());
-    // The other way round it serves both: nothing is fetched again, with the link and without it.
+    // The other way round one installation serves both, with or without the link.
     assert_eq!(tree.set_up("0").1, calls);
     fs::remove_file(tree.path(".deps/libtorch")).unwrap();
     assert_eq!(tree.set_up("0").1, calls);

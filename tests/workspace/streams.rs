@@ -1,5 +1,4 @@
-//! Lost readers: who reads no further, or has a full disk behind stderr, ends no work; a result that
-//! nobody gets is an error.
+//! Lost readers: a closed or full stderr ends no work; an unwritable result is an error.
 
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
@@ -7,7 +6,7 @@ use std::process::{Command, Stdio};
 use crate::pipeline::{Server, demo, prepared, scratch, target, train_line};
 use crate::program::{Finished, path};
 
-/// Where nothing can be written: a full disk, and a pipe whose reader is gone.
+/// Outputs that cannot be written: a full disk, and a pipe without a reader.
 fn lost() -> [Stdio; 2] {
     let full = File::options().write(true).open("/dev/full").expect("a device that is full");
     let (reader, writer) = std::io::pipe().expect("a pipe");
@@ -21,7 +20,7 @@ fn start(line: &str) -> Command {
     command
 }
 
-/// Runs `line(name)` with each kind of lost stderr, which changes nothing, then of lost stdout.
+/// Runs `line(name)` with each kind of lost stderr, which must change nothing, then of lost stdout.
 fn check(line: impl Fn(&str) -> String, done: impl Fn(&str)) {
     for (stderr, name) in lost().into_iter().zip(["stderr-full", "stderr-closed"]) {
         let finished: Finished = start(&line(name)).stderr(stderr).output().unwrap().into();

@@ -1,6 +1,5 @@
-//! Compiles the C++ of this crate: the loops for each level of the processor's instructions, the emulation of
-//! a GPU, and the optimizer against the headers of the libtorch that `LIBTORCH` names, which
-//! `dflash-torch-sys` links.
+//! Compiles this crate's C++: the CPU loops for each instruction-set level, the GPU emulation, and
+//! the optimizer against the headers of `LIBTORCH`, the libtorch that `dflash-torch-sys` links.
 
 use std::path::PathBuf;
 
@@ -15,17 +14,17 @@ fn main() {
     compile_emulation();
 }
 
-/// How the C++ of the bindings turns exceptions into messages.
+/// Converts C++ exceptions to error messages.
 const SHIM: &str = "../dflash-torch-sys/cpp/guarded.h";
 
-/// The call of libtorch's fused AdamW, with the flags of the bindings.
+/// Compiles the call of libtorch's fused AdamW, with the bindings' compiler flags.
 fn compile_optimizer(libtorch: &std::path::Path) {
     let include = libtorch.join("include");
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .define("_GLIBCXX_USE_CXX11_ABI", "1")
-        // As system headers, so that warnings are about our own lines.
+        // As system headers, so that warnings only concern our own code.
         .flag("-isystem")
         .flag(&include)
         .flag("-isystem")
@@ -35,23 +34,23 @@ fn compile_optimizer(libtorch: &std::path::Path) {
         .compile("dflash_optimizer");
 }
 
-/// The kernels for GPUs as code for the CPU, which tests run.
+/// Compiles the GPU kernels as CPU code, for tests.
 fn compile_emulation() {
     cc::Build::new()
         .cpp(true)
         .std("c++17")
         .opt_level(2)
         .define("DFLASH_EMULATION", None)
-        // Several elements are moved as one struct.
+        // The kernels move several elements as one struct.
         .flag("-fno-strict-aliasing")
         .flag("-Wno-unknown-pragmas")
-        // Its check of jumps knows one stack.
+        // Its longjmp check assumes a single stack.
         .flag("-U_FORTIFY_SOURCE")
         .file("cpp/emulation.cpp")
         .compile("dflash_emulation");
 }
 
-/// The passes of decoding, once for each instruction set that is chosen among when the program runs.
+/// Compiles the decoding passes once per instruction-set level.
 fn compile_decode() {
     let loops = || {
         let mut build = cc::Build::new();
@@ -62,7 +61,7 @@ fn compile_decode() {
             .flag("-fopenmp-simd")
             .flag("-fno-math-errno")
             .flag("-fno-trapping-math")
-            // Functions that take vectors are inlined: none is called from code compiled otherwise.
+            // Functions with vector arguments are inlined; no call crosses compilation settings.
             .flag("-Wno-psabi");
         build
     };
@@ -93,7 +92,7 @@ fn compile_decode() {
     level("baseline", &[]);
 }
 
-/// Loops for the CPU: for speed, not for the traps and error codes of floating point.
+/// Compiles the CPU loops for speed, without floating-point traps and errno.
 fn compile_kernels() {
     cc::Build::new()
         .cpp(true)
@@ -117,11 +116,11 @@ fn compile_kernels() {
         rows("avx2", &["-march=x86-64-v3"]);
     }
     rows("baseline", &[]);
-    // The same libgomp that libtorch loads, and so one pool of threads.
+    // The libgomp that libtorch loads, so both share one thread pool.
     println!("cargo:rustc-link-lib=gomp");
 }
 
-/// The directory with `include/` and `lib/`, which the bindings' build script looks at more closely.
+/// The libtorch directory; the bindings' build script checks it more closely.
 fn libtorch() -> PathBuf {
     std::env::var_os("LIBTORCH").map(PathBuf::from).unwrap_or_else(|| {
         panic!("LIBTORCH is not set; run `make setup`, which installs or finds libtorch 2.11.0")

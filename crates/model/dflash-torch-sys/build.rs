@@ -1,7 +1,7 @@
-//! Compiles the C++ of this crate against the libtorch that `LIBTORCH` names.
+//! Compiles this crate's C++ against the libtorch that `LIBTORCH` names.
 //!
-//! Links libtorch_cpu and libc10 only, so that a program built here runs without CUDA libraries;
-//! `load_cuda` opens the rest at run time.
+//! Links only libtorch_cpu and libc10, so programs run without CUDA libraries; `load_cuda` opens
+//! those at run time.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ fn main() {
     compile(&libtorch());
 }
 
-/// The directory with `include/` and `lib/`.
+/// The directory that has `include/` and `lib/`.
 fn libtorch() -> PathBuf {
     let dir = std::env::var_os("LIBTORCH").map(PathBuf::from).unwrap_or_else(|| {
         panic!("LIBTORCH is not set; run `make setup`, which installs or finds libtorch 2.11.0")
@@ -34,7 +34,7 @@ fn compile(libtorch: &std::path::Path) {
             .cpp(true)
             .std("c++17")
             .define("_GLIBCXX_USE_CXX11_ABI", "1")
-            // As system headers, so that warnings are about our own lines.
+            // As system headers, so that warnings only concern our own code.
             .flag("-isystem")
             .flag(&include)
             .flag("-isystem")
@@ -42,14 +42,14 @@ fn compile(libtorch: &std::path::Path) {
         build
     };
     calls()
-        // The header is empty without it, and hides that it is.
+        // Without it the header is silently empty.
         .define("USE_C10D_GLOO", None)
         .include("cpp/gloo_declarations")
         .file("cpp/c10d.cpp")
         .compile("dflash_c10d");
     calls().file("cpp/calls.cpp").compile("dflash_calls");
     calls()
-        // GCC 12 follows libtorch's values into branches that they never take.
+        // GCC 12 warns about branches that libtorch's values never reach.
         .flag_if_supported("-Wno-stringop-overflow")
         .file("cpp/fake_cuda.cpp")
         .compile("dflash_fake_cuda");

@@ -1,15 +1,15 @@
-/* An NCCL for tests: the functions that dflash calls, between processes of one machine, on the
- * host's memory. It is built as libnccl.so.2 and found by the loader as NVIDIA's would be.
+/* An NCCL for tests: the functions that dflash calls, between processes of one machine, in host
+ * memory. It is built as libnccl.so.2 and found by the loader like NVIDIA's.
  *
- * A call is done when it returns. Before any data moves the ranks compare what they call: another
- * operation, size or type than rank 0's is an error for all, where NVIDIA's library would hang or
- * mix numbers up. As with NVIDIA's between GPUs of one machine, nobody is told of a peer that dies: a
- * call then waits until the communicator is aborted, and returns without an error.
+ * A call is complete when it returns. Before any data moves the ranks compare their calls: an
+ * operation, size or type that differs from rank 0's is an error for all, where NVIDIA's library
+ * would hang or mix up data. As with NVIDIA's between GPUs of one machine, the death of a peer is not
+ * reported: a call then waits until the communicator is aborted, and returns without an error.
  *
  * DFLASH_TEST_NCCL_LOG names a directory, where every rank writes a line for each call to rank-N.
- * DFLASH_TEST_NCCL_FAULT=RANK:CALL:WHAT lets the rank's call of that number, counted from 1 (0 is
- * joining), go wrong, but not after a restart: status=N returns N; memory returns what a GPU without
- * memory would; hang never comes; async=N reports N as the asynchronous error and never comes;
+ * DFLASH_TEST_NCCL_FAULT=RANK:CALL:WHAT makes the rank's call of that number, counted from 1 (0 is
+ * joining), fail, but not after a restart: status=N returns N; memory returns a GPU's out-of-memory
+ * error; hang never joins the call; async=N reports N as the asynchronous error and never joins;
  * kill ends the process in the middle of the call.
  */
 #define _GNU_SOURCE
@@ -41,7 +41,7 @@ struct call {
     int detail; /* the operation, or the root */
 };
 
-/* What the ranks share. */
+/* Memory shared by the ranks. */
 struct shared {
     atomic_int arrived;
     atomic_uint generation;
@@ -59,7 +59,7 @@ struct comm {
 
 typedef struct { char text[128]; } unique_id;
 
-/* NVIDIA's library has no symbol of this name. */
+/* Marks this library; NVIDIA's has no such symbol. */
 int dflash_nccl_takes_host_memory = 1;
 
 static void note(int rank, const char *format, ...) {
@@ -77,7 +77,7 @@ static void note(int rank, const char *format, ...) {
     close(file);
 }
 
-/* What is to go wrong with this call, if anything. */
+/* The fault to inject into this call, if any. */
 static const char *fault(const struct comm *comm) {
     const char *restart = getenv("TORCHELASTIC_RESTART_COUNT");
     const char *text = getenv("DFLASH_TEST_NCCL_FAULT");
@@ -92,7 +92,7 @@ static int wait_for_abort(struct comm *comm) {
     return SUCCESS;
 }
 
-/* 0 to go on; else what the call returns is in `status`. */
+/* 0 to continue; otherwise the call's return value is in `status`. */
 static int goes_wrong(struct comm *comm, int *status) {
     const char *what = fault(comm);
     if (!what) return 0;
@@ -115,7 +115,7 @@ static int goes_wrong(struct comm *comm, int *status) {
     return 1;
 }
 
-/* Waits for all ranks; not 0 where it was aborted. */
+/* Waits for all ranks; nonzero if aborted. */
 static int meet(struct comm *comm) {
     struct shared *shared = comm->shared;
     unsigned generation = atomic_load(&shared->generation);
@@ -147,7 +147,7 @@ static float widened(uint16_t bits) {
     return value;
 }
 
-/* To the nearest, ties to even; no number of the tests is not a number. */
+/* Rounds to nearest, ties to even; the tests use no NaN. */
 static uint16_t narrowed(float value) {
     uint32_t word;
     memcpy(&word, &value, sizeof word);
@@ -174,7 +174,7 @@ static void combine(void *to, const void *from, size_t count, int type, int oper
     }
 }
 
-/* Whether all ranks call the same; says what differs. */
+/* Whether all ranks make the same call; prints any difference. */
 static int alike(struct comm *comm) {
     const struct call *first = &comm->shared->calls[0];
     for (int rank = 1; rank < comm->size; rank++) {
@@ -189,7 +189,7 @@ static int alike(struct comm *comm) {
     return 1;
 }
 
-/* A piece that fits a slot: what every rank brings, combined or copied to where each wants it. */
+/* Exchanges a piece that fits a slot: combines or copies the ranks' inputs into the outputs. */
 static void piece(struct comm *comm, const char *in, char *out, size_t count, const struct call *call) {
     struct shared *shared = comm->shared;
     size_t bytes = count * width(call->type);
@@ -201,7 +201,7 @@ static void piece(struct comm *comm, const char *in, char *out, size_t count, co
         for (int rank = 0; rank < comm->size; rank++)
             memcpy(out + rank * call->count * width(call->type), shared->slots[rank], bytes);
     } else if (out) {
-        /* `out` may be `in`, which is in the slot. In the order of the ranks: the same bytes on all. */
+        /* `out` may be `in`, which is in the slot. Summed in rank order: the same bytes on all. */
         memcpy(out, shared->slots[0], bytes);
         for (int rank = 1; rank < comm->size; rank++)
             combine(out, shared->slots[rank], count, call->type, call->detail);
@@ -221,7 +221,7 @@ static int pieces(struct comm *comm, const char *in, char *out, const struct cal
 }
 
 static int run(struct comm *comm, const char *in, char *out, const struct call *call) {
-    /* With its padding, which is compared. */
+    /* Including the padding, which is compared too. */
     memcpy(&comm->shared->calls[comm->rank], call, sizeof *call);
     if (meet(comm)) return SUCCESS;
     int same = alike(comm);
@@ -317,7 +317,7 @@ int ncclCommGetAsyncError(struct comm *comm, int *fault) {
     return SUCCESS;
 }
 
-/* The memory stays: a call may still run in it. */
+/* Keeps the memory: a call may still be using it. */
 int ncclCommAbort(struct comm *comm) {
     note(comm->rank, "%s", atomic_exchange(&comm->aborted, 1) ? "MISUSE a second abort" : "abort");
     return SUCCESS;

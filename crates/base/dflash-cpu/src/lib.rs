@@ -22,7 +22,7 @@ pub const VARIABLE: &str = "DFLASH_CPU_LEVEL";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuLevel {
-    /// What every processor of the architecture has.
+    /// The baseline of the architecture.
     Baseline,
     /// AVX2 and FMA (x86-64-v3).
     Avx2,

@@ -1,8 +1,8 @@
-//! A draft's configuration, written as z-lab's `config.json` and read from it or from
-//! speculators' form (module `speculators`).
+//! A draft's configuration, written as z-lab's `config.json` and read from it or from speculators'
+//! form (module `speculators`).
 //!
-//! One file has to be safe for every engine that serves drafts, so each Qwen3 field is explicit
-//! and the block size is in both places where engines look for it.
+//! One file must work for every engine that serves drafts, so each Qwen3 field is explicit and the
+//! block size is in both places where engines look for it.
 
 mod block;
 mod head;
@@ -22,30 +22,30 @@ use crate::Result;
 use crate::fields::Fields;
 use crate::rope::{RopeScaling, Wanted};
 
-/// The architecture under which llama.cpp knows drafts; its keys in GGUF files begin with it.
+/// llama.cpp's architecture name for drafts, and the prefix of its keys in GGUF files.
 pub const ARCHITECTURE: &str = "dflash";
 
-/// Who lays out a draft's files so.
+/// Layout of a draft's files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
     /// z-lab: config.json and model.safetensors.
     #[default]
     ZLab,
-    /// speculators: the same files, another config.json.
+    /// speculators: the same files with another config.json.
     Speculators,
     /// llama.cpp: one GGUF file.
     Gguf,
 }
 
-/// The key of what is the drafter's own in z-lab's layout.
+/// The key of the drafter-specific settings in z-lab's layout.
 const ZLAB_OWN: &str = "dflash_config";
 
-/// How a draft layer looks at the context.
+/// Attention of a draft layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerKind {
-    /// The whole context, the whole block.
+    /// The whole context and the whole block.
     Full,
-    /// The last `sliding_window` tokens, causal in the block.
+    /// The last `sliding_window` tokens; causal in the block.
     Sliding,
 }
 
@@ -58,7 +58,7 @@ impl LayerKind {
     }
 }
 
-/// Everything that shapes a draft. Field names are Hugging Face's.
+/// A draft's configuration. Field names are Hugging Face's.
 #[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftConfig {
@@ -67,52 +67,52 @@ pub struct DraftConfig {
     pub num_attention_heads: i64,
     pub num_key_value_heads: i64,
     pub head_dim: i64,
-    /// Whether the four projections of the attention add a bias (z-lab's drafts for gpt-oss).
+    /// Whether the four attention projections have biases (as in z-lab's drafts for gpt-oss).
     pub attention_bias: bool,
     pub rms_norm_eps: f64,
     pub rope_theta: f64,
-    /// How the rotary frequencies are scaled, where they are.
+    /// Scaling of the rotary frequencies, if any.
     pub rope_scaling: Option<RopeScaling>,
-    /// One entry a layer.
+    /// One entry per layer.
     pub layers: Vec<LayerKind>,
     /// Window of the sliding layers, if there are any.
     pub sliding_window: Option<usize>,
-    /// Slots of a block, the anchor's included.
+    /// Slots of a block, including the anchor's.
     pub block_size: usize,
-    /// The token in the slots to be predicted.
+    /// The token in the slots to predict.
     pub mask_token_id: i64,
     /// Auxiliary layers, 0 = embedding output, k = after k decoder layers; ascending.
     pub target_layer_ids: Vec<u32>,
-    /// Layers of the target, where the checkpoint says so (speculators' does not).
+    /// Number of target layers, if the checkpoint records it (speculators' do not).
     pub num_target_layers: Option<usize>,
     /// Rows of the target's embedding (padded, not `len(tokenizer)`).
     pub vocab_size: i64,
     pub max_position_embeddings: i64,
-    /// Standard deviation of a fresh matrix.
+    /// Standard deviation of freshly initialised matrices.
     pub initializer_range: f64,
-    /// As the target's, where it names one.
+    /// The target's, if it defines one.
     pub eos_token_id: Option<Value>,
-    /// What stands on the layers.
+    /// The head.
     pub head: HeadFields,
 }
 
 impl DraftConfig {
-    /// Query heads that share a key/value head.
+    /// Query heads per key/value head.
     pub fn queries_per_kv(&self) -> i64 {
         self.num_attention_heads / self.num_key_value_heads
     }
 
-    /// Width of all keys (or values) of a position.
+    /// Total width of the keys (or values) of a position.
     pub fn kv_width(&self) -> i64 {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// How the rows of a block are used.
+    /// Shape of a block.
     pub fn block(&self) -> BlockShape {
         self.head.block(self.block_size)
     }
 
-    /// K.
+    /// K, the number of auxiliary layers.
     pub fn aux_layers(&self) -> i64 {
         self.target_layer_ids.len() as i64
     }
@@ -120,7 +120,7 @@ impl DraftConfig {
     /// Reads `config.json` of a checkpoint directory.
     ///
     /// # Errors
-    /// A missing file, a missing key, a rotary scaling or a layer type that we do not run.
+    /// A missing file, a missing key, an unsupported rotary scaling or layer type.
     pub fn load(dir: &Path) -> Result<Self> {
         Self::from_fields(Fields::read(dir, "config.json")?)
     }
@@ -133,7 +133,7 @@ impl DraftConfig {
         Self::from_fields(Fields::parse(path, text)?)
     }
 
-    /// Writes `config.json` into `dir`, in z-lab's form, for weights of type `dtype`.
+    /// Writes `config.json` to `dir`, in z-lab's form, for weights of type `dtype`.
     ///
     /// # Errors
     /// I/O.
@@ -141,8 +141,8 @@ impl DraftConfig {
         write_config(dir, &self.to_json(dtype))
     }
 
-    /// Writes `config.json` into `dir`, in speculators' form, for weights of type `dtype`; a pruned draft
-    /// says `draft_vocab_size` tokens.
+    /// Writes `config.json` to `dir`, in speculators' form, for weights of type `dtype`;
+    /// `draft_vocab_size` is the size of a pruned vocabulary.
     ///
     /// # Errors
     /// I/O.
@@ -201,7 +201,7 @@ impl DraftConfig {
         })
     }
 
-    /// Base and scaling as Transformers 5 and vLLM read them; older readers have `rope_theta` and
+    /// Base and scaling as in Transformers 5 and vLLM; older readers use `rope_theta` and
     /// `rope_scaling`.
     fn rope_parameters(&self) -> Value {
         let plain = || json!({ "rope_type": "default" });
@@ -211,7 +211,7 @@ impl DraftConfig {
         parameters
     }
 
-    /// z-lab's form, safe for vLLM, SGLang and Transformers.
+    /// z-lab's form, compatible with vLLM, SGLang and Transformers.
     fn to_json(&self, dtype: &str) -> Value {
         let layer_types: Vec<&str> = self.layers.iter().map(|layer| layer.name()).collect();
         let zlab_ids: Vec<i64> =
@@ -262,16 +262,16 @@ fn write_config(dir: &Path, config: &Value) -> Result<()> {
     Ok(dflash_io::write_bytes(&dir.join("config.json"), text.as_bytes())?)
 }
 
-/// z-lab's number of the embedding's output: it counts the layers' outputs from 0, and we count what
-/// flows between layers, the embedding's output first, as speculators and llama.cpp do.
+/// z-lab's id of the embedding output. It counts layer outputs from 0, while we count, like
+/// speculators and llama.cpp, the states between layers, starting with the embedding output.
 const ZLAB_EMBEDDING: i64 = -1;
 
-/// A `config.json` of either layout, and where it keeps what differs between them.
+/// A `config.json` of either layout, and where its fields are.
 struct Form {
     layout: Layout,
     /// The Qwen3 fields.
     layers: Fields,
-    /// The drafter's own fields.
+    /// The drafter-specific fields.
     own: Fields,
 }
 
@@ -285,11 +285,11 @@ impl Form {
         Self { layout: Layout::ZLab, layers: file, own }
     }
 
-    /// Refuses drafters that are not plain ones.
+    /// Rejects drafters other than plain ones.
     fn check_zlab(&self) -> Result<()> {
         self.layers.required(ZLAB_OWN, Fields::object)?;
         let other_drafter = "only plain DFlash drafters can be read";
-        // JetSpec's mask and DFlash2's candidate selector: other drafters under DFlash's key.
+        // JetSpec's mask and DFlash2's candidate selector: other drafters that use DFlash's key.
         if self.own.flag("causal")? {
             return Err(self.own.refuse("causal", other_drafter));
         }
@@ -306,7 +306,7 @@ impl Form {
         }
     }
 
-    /// Speculators' files describe DFlash's own head alone.
+    /// speculators' files describe only DFlash's own head.
     fn head(&self) -> Result<HeadFields> {
         match self.layout {
             Layout::ZLab => HeadFields::read(&self.own),
@@ -323,7 +323,7 @@ impl Form {
         }
     }
 
-    /// The layers that are read, in our numbering.
+    /// The auxiliary layers in our numbering.
     fn target_layer_ids(&self) -> Result<Vec<u32>> {
         let (key, first) = match self.layout {
             Layout::Speculators => ("aux_hidden_state_layer_ids", 0),
@@ -340,7 +340,7 @@ impl Form {
     }
 }
 
-/// Refuses what some published drafts have in their layers beside Qwen3's.
+/// Rejects layer features that some published drafts have in addition to Qwen3's.
 fn refuse_other_layers(fields: &Fields, dflash: &Fields) -> Result<()> {
     let plain = "drafts have Qwen3's layers, without that";
     for key in ["attention_sink_bias", "use_swa"] {
@@ -352,7 +352,7 @@ fn refuse_other_layers(fields: &Fields, dflash: &Fields) -> Result<()> {
         return Err(dflash.refuse("attention_value_scale", plain));
     }
     for key in ["is_causal", "rope_is_neox_style", "is_neox_style"] {
-        // absent says what drafts do: neither causal nor interleaved
+        // the default if absent: neither causal nor interleaved
         let expected = key != "is_causal";
         if fields.value(key).is_some() && fields.flag(key)? != expected {
             return Err(fields.refuse(key, plain));

@@ -1,12 +1,12 @@
-//! What can go wrong with a file of a model.
+//! Errors in model files.
 #![allow(missing_docs, reason = "the messages say it")]
 
 use std::path::{Path, PathBuf};
 
-/// A result of this crate.
+/// Result type of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Errors name the file and the key or tensor, what was found and what was expected.
+/// Errors name the file and the key or tensor, the value found and the value expected.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read {path}: {source}")]
@@ -14,13 +14,13 @@ pub enum Error {
     /// A model directory lacks a file that every model has.
     #[error("{dir} has no {file}; pass the directory of a model, or of one checkpoint (step-...)")]
     MissingFile { dir: PathBuf, file: String },
-    /// A JSON file does not parse; the source names the line.
+    /// A JSON file does not parse; the source has the line.
     #[error("{path}: {source}")]
     Json { path: PathBuf, source: serde_json::Error },
-    /// A key of a configuration or of a file's metadata has a value that we cannot honour.
+    /// An unsupported value in a configuration or in a file's metadata.
     #[error("{path}: `{key}` is {found}, but {expected}")]
     Config { path: PathBuf, key: String, found: String, expected: String },
-    /// A file of tensors that is not what its format demands.
+    /// A tensor file that violates its format.
     #[error("{path} is not a readable {format} file: {reason}; fetch or write it again")]
     Damaged { path: PathBuf, format: &'static str, reason: String },
     #[error("{path} has no tensor {name}")]
@@ -35,7 +35,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error for a `key` of the configuration in `path`.
+    /// Creates the error for a `key` of the configuration in `path`.
     pub fn config(path: &Path, key: &str, found: impl ToString, expected: &str) -> Self {
         let (found, expected) = (found.to_string(), expected.into());
         Self::Config { path: path.into(), key: key.into(), found, expected }

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub struct Fields {
     path: PathBuf,
-    /// Key of the object itself and a dot, for messages; empty for the file's own.
+    /// Key of the object followed by a dot, for messages; empty at the top level.
     prefix: String,
     map: Map<String, Value>,
 }
@@ -20,7 +20,7 @@ pub struct Fields {
 /// Reads and parses `dir/file`.
 ///
 /// # Errors
-/// [`Error::MissingFile`] when it is not there; otherwise it cannot be read or does not parse.
+/// [`Error::MissingFile`] if it does not exist; otherwise it cannot be read or parsed.
 pub fn read_json<T: DeserializeOwned>(dir: &Path, file: &str) -> Result<T> {
     let path = dir.join(file);
     if !path.is_file() {
@@ -39,13 +39,13 @@ impl Fields {
         Ok(Self { path: dir.join(file), prefix: String::new(), map: read_json(dir, file)? })
     }
 
-    /// The fields of an object that was read from `path`; of anything else none.
+    /// The fields of an object read from `path`; none if `value` is not an object.
     pub fn of(path: &Path, value: &Value) -> Self {
         let map = value.as_object().cloned().unwrap_or_default();
         Self { path: path.into(), prefix: String::new(), map }
     }
 
-    /// The fields of a `text`; `path` is for messages.
+    /// Parses the fields of `text`; `path` is for messages.
     ///
     /// # Errors
     /// [`Error::Json`].
@@ -60,15 +60,15 @@ impl Fields {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    /// Whether `key` is written at all, even as null.
+    /// Whether `key` is present, even as null.
     pub fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
 
-    /// What `read` finds under `key`, which must be there.
+    /// The required value of `key`, read by `read`.
     ///
     /// # Errors
-    /// [`Error::Config`], also where it is absent.
+    /// [`Error::Config`], also if it is absent.
     pub fn required<T, E: From<Error>>(
         &self,
         key: &str,
@@ -77,10 +77,10 @@ impl Fields {
         read(self, key)?.ok_or_else(|| self.refuse(key, "it is needed"))
     }
 
-    /// What `convert` makes of the value under `key`, if it is there.
+    /// The value of `key` converted by `convert`, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] with what is `expected`, where `convert` makes nothing of it.
+    /// [`Error::Config`] with what is `expected`, if `convert` fails.
     pub fn typed<T>(
         &self,
         key: &str,
@@ -94,7 +94,7 @@ impl Fields {
     /// The object under `key`.
     ///
     /// # Errors
-    /// Something else is there.
+    /// The value is not an object.
     pub fn object(&self, key: &str) -> Result<Option<Self>> {
         self.typed(key, "an object is needed", |value| value.as_object().map(|_| ()))?;
         Ok(self.object_if_any(key))
@@ -106,7 +106,7 @@ impl Fields {
         Some(self.inner(key, map))
     }
 
-    /// The object under `key`; one without fields where there is none.
+    /// The object under `key`, or one without fields.
     pub fn object_or_empty(&self, key: &str) -> Self {
         self.object_if_any(key).unwrap_or_else(|| self.inner(key, Map::new()))
     }
@@ -115,7 +115,7 @@ impl Fields {
         Self { path: self.path.clone(), prefix: format!("{}{key}.", self.prefix), map }
     }
 
-    /// Makes `to` of all texts `from`.
+    /// Replaces every string value `from` by `to`.
     pub fn rename(&mut self, from: &str, to: &str) {
         for value in self.map.values_mut().filter(|value| value.as_str() == Some(from)) {
             *value = to.into();
@@ -139,7 +139,7 @@ impl Fields {
         self.typed(key, "a token id is needed", Value::as_i64)
     }
 
-    /// A token id or a list of them; empty when absent.
+    /// A token id or a list of them; empty if absent.
     ///
     /// # Errors
     /// As [`Self::typed`].
@@ -159,7 +159,7 @@ impl Fields {
         self.typed(key, "a number is needed", Value::as_f64)
     }
 
-    /// False when absent.
+    /// False if absent.
     ///
     /// # Errors
     /// As [`Self::typed`].
@@ -167,7 +167,7 @@ impl Fields {
         self.flag_or(key, false)
     }
 
-    /// `default` when absent.
+    /// `default` if absent.
     ///
     /// # Errors
     /// As [`Self::typed`].
@@ -194,18 +194,18 @@ impl Fields {
         self.typed(key, "a list of strings is needed", list)
     }
 
-    /// The error for a value of `key` that we cannot use, as an error of the caller's crate.
+    /// The error for an unusable value of `key`, as an error of the caller's crate.
     pub fn refuse<E: From<Error>>(&self, key: &str, expected: &str) -> E {
         let found = self.map.get(key).map_or_else(|| "missing".into(), Value::to_string);
         Error::config(&self.path, &format!("{}{key}", self.prefix), found, expected).into()
     }
 
-    /// Its keys and values.
+    /// All keys and values.
     pub(crate) fn into_map(self) -> Map<String, Value> {
         self.map
     }
 
-    /// The file these fields come from.
+    /// The file that these fields come from.
     pub fn path(&self) -> &Path {
         &self.path
     }

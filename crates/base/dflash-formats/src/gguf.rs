@@ -1,6 +1,6 @@
-//! A GGUF file: its metadata, and which tensors it has where.
+//! Reads GGUF files: metadata and the list of tensors.
 //!
-//! What a file says of lengths is compared with its size before memory is taken for it. The format:
+//! Lengths in a file are checked against its size before memory is allocated. The format:
 //! <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
 mod write;
@@ -15,15 +15,15 @@ pub use write::{GgufWriter, NewTensor};
 
 use crate::{Error, Result};
 
-/// Values of a block of q8_0, and its bytes.
+/// Values per q8_0 block.
 pub const Q8_BLOCK: usize = 32;
-/// A float16 scale, and a signed byte a value.
+/// Bytes per q8_0 block: a float16 scale, and one signed byte per value.
 pub const Q8_BYTES: usize = 2 + Q8_BLOCK;
 
-/// The format's default; tensors begin at its multiples.
+/// The format's default alignment of tensors.
 const ALIGNMENT: u64 = 32;
 
-/// The releases of the format that differ in nothing that we read.
+/// Supported versions of the format, which are equal in everything that we read.
 const VERSIONS: std::ops::RangeInclusive<u32> = 2..=3;
 
 /// Types of tensors.
@@ -40,7 +40,7 @@ pub enum TensorType {
 impl TensorType {
     const ALL: [Self; 5] = [Self::F32, Self::F16, Self::Bf16, Self::Q80, Self::I64];
 
-    /// ggml's number of the type.
+    /// ggml's number for the type.
     fn code(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -51,12 +51,12 @@ impl TensorType {
         }
     }
 
-    /// Values that are stored together.
+    /// Values per block.
     pub fn block(self) -> i64 {
         if self == Self::Q80 { Q8_BLOCK as i64 } else { 1 }
     }
 
-    /// Bytes of so many `elements`, which are whole blocks.
+    /// Size in bytes of `elements` values, a multiple of the block size.
     pub fn bytes(self, elements: i64) -> u64 {
         let block = match self {
             Self::F16 | Self::Bf16 => 2,
@@ -68,7 +68,7 @@ impl TensorType {
     }
 }
 
-/// A value of the metadata: numbers of all widths are alike.
+/// A metadata value; integers of all widths are one type, as are floats.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "the names say it")]
 pub enum Value {
@@ -79,18 +79,18 @@ pub enum Value {
     Integers(Vec<i64>),
     Flags(Vec<bool>),
     Texts(Vec<String>),
-    /// A value that nobody here asks for.
+    /// A value of an unused type.
     Other,
 }
 
-/// A tensor of a file.
+/// A stored tensor.
 #[derive(Debug)]
 pub struct Stored {
     /// Rows first.
     pub shape: Vec<i64>,
-    /// How its values are stored.
+    /// Storage type.
     pub tensor_type: TensorType,
-    /// From the start of the file, in bytes.
+    /// Offset from the start of the file, in bytes.
     at: u64,
 }
 
@@ -107,7 +107,7 @@ impl GgufFile {
     /// Opens `path` and reads its metadata.
     ///
     /// # Errors
-    /// I/O; a file that is damaged, or has tensors of a type that is not among [`TensorType`]'s.
+    /// I/O; a damaged file, or a tensor type that is not in [`TensorType`].
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(Error::read(path))?;
         let size = file.metadata().map_err(Error::read(path))?.len();
@@ -121,10 +121,10 @@ impl GgufFile {
         self.keys.get(key)
     }
 
-    /// What `convert` makes of the value under `key`, which must be there.
+    /// The required value of `key`, converted by `convert`.
     ///
     /// # Errors
-    /// It is not, or `convert` makes nothing of it.
+    /// It is absent, or `convert` fails.
     pub fn required<T>(
         &self,
         key: &str,
@@ -137,7 +137,7 @@ impl GgufFile {
         convert(value).ok_or_else(|| self.refuse(key, &format!("{value:?}"), expected))
     }
 
-    /// The error for a key, or for a list that is kept as a tensor.
+    /// The error for a key, or for a list that is stored as a tensor.
     pub fn refuse(&self, key: &str, found: &str, expected: &str) -> Error {
         let found: String = found.chars().take(80).collect();
         Error::config(&self.path, key, found, expected)
@@ -148,7 +148,7 @@ impl GgufFile {
         self.tensors.contains_key(name)
     }
 
-    /// Where the file is.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -156,13 +156,13 @@ impl GgufFile {
     /// The tensor `name`.
     ///
     /// # Errors
-    /// It is not there.
+    /// It does not exist.
     pub fn tensor(&self, name: &str) -> Result<&Stored> {
         let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
         self.tensors.get(name).ok_or_else(missing)
     }
 
-    /// Reads `elements` of `tensor`, whole blocks, as they are stored.
+    /// Reads `elements` of `tensor`, whole blocks, in stored form.
     ///
     /// # Errors
     /// I/O.
@@ -178,13 +178,13 @@ impl GgufFile {
 type Keys = BTreeMap<String, Value>;
 type Tensors = BTreeMap<String, Stored>;
 
-/// What comes before the tensors.
+/// Reads everything before the tensors.
 struct Header<'a> {
     path: &'a Path,
     input: BufReader<&'a File>,
-    /// Of the file, in bytes.
+    /// Size of the file in bytes.
     size: u64,
-    /// Bytes read.
+    /// Bytes read so far.
     at: u64,
 }
 
@@ -214,7 +214,7 @@ impl Header<'_> {
         Ok((keys, tensors))
     }
 
-    /// Turns offsets within the data into places in the file, which must hold all of it.
+    /// Converts data offsets to file offsets, and checks that the file contains all data.
     fn place(&self, keys: &Keys, tensors: &mut Tensors) -> Result<()> {
         let alignment = match keys.get("general.alignment") {
             None => ALIGNMENT,
@@ -260,7 +260,7 @@ impl Header<'_> {
         Ok((name, Stored { shape, tensor_type, at }))
     }
 
-    /// A value of the type that the format calls `kind`.
+    /// Reads a value with the format's type number `kind`.
     fn value(&mut self, kind: u32) -> Result<Value> {
         const ARRAY: u32 = 9;
         if kind != ARRAY {
@@ -301,7 +301,7 @@ impl Header<'_> {
     fn text(&mut self) -> Result<String> {
         let length = self.u64()?;
         let bytes = self.bytes(length)?;
-        // Names of tokens need not be text: some are single bytes.
+        // Token names need not be valid UTF-8: some are single bytes.
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
@@ -333,7 +333,7 @@ impl Header<'_> {
     }
 }
 
-/// The list as one value, where its elements are alike.
+/// The list as one typed value, if its elements have the same type.
 fn collected(list: Vec<Value>) -> Value {
     fn all<T>(list: &[Value], one: impl Fn(&Value) -> Option<T>) -> Option<Vec<T>> {
         list.iter().map(one).collect()
@@ -348,7 +348,7 @@ fn collected(list: Vec<Value>) -> Value {
         .unwrap_or(Value::Other)
 }
 
-/// The shortest decimal that is this float32: 1e-6 and not 0.00000099999999747.
+/// The float32 as its shortest decimal: 1e-6 instead of 0.00000099999999747.
 fn shortest(value: f32) -> f64 {
     value.to_string().parse().expect("a number prints as one")
 }

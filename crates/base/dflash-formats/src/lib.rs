@@ -1,7 +1,7 @@
-//! The file formats that drafts and targets come in, each read and written in this one place.
+//! The file formats of drafts and targets, each read and written only here.
 //!
-//! Nothing here needs libtorch: a file says which tensors it has, of what type and shape and where
-//! their bytes lie, and `dflash-tensor` makes tensors of them.
+//! Nothing here needs libtorch: files are described by their tensors' types, shapes and byte
+//! offsets, and `dflash-tensor` turns those into tensors.
 //!
 //! - [`safetensors`] reads the header of a safetensors file.
 //! - [`gguf`] reads and writes GGUF files.

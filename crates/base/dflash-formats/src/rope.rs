@@ -1,9 +1,10 @@
-//! Scaled rotary embedding of drafts, as a configuration asks for it.
+//! RoPE scaling of drafts.
 //!
-//! Only what vLLM, SGLang and Transformers compute alike from a draft's config.json is here: Llama 3's
-//! stretch and YaRN over the whole head. YaRN's amplitude is the paper's unless `attention_factor` says
-//! another; `mscale` and `mscale_all_dim`, which a target may have, are passed over, because the engines
-//! disagree on them (vLLM from 0.30 and Transformers take their ratio, older vLLM and SGLang do not).
+//! Supports only what vLLM, SGLang and Transformers compute identically from a draft's config.json:
+//! Llama 3's scaling and YaRN over the whole head. YaRN's amplitude is the paper's unless
+//! `attention_factor` is given; `mscale` and `mscale_all_dim`, which a target may have, are
+//! ignored, because the engines disagree on them (vLLM from 0.30 and Transformers use their ratio,
+//! older vLLM and SGLang do not).
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -11,12 +12,12 @@ use serde_json::{Map, Value, json};
 use crate::Result;
 use crate::fields::Fields;
 
-/// A scaling that the engines serve alike. Field names are Hugging Face's.
+/// A scaling that all engines compute identically. Field names are Hugging Face's.
 #[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
-    /// Llama 3's: low frequencies are divided by the factor, high ones kept.
+    /// Llama 3: low frequencies are divided by the factor, high ones kept.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
@@ -34,29 +35,29 @@ pub enum RopeScaling {
     },
 }
 
-/// What a `rope_parameters` or `rope_scaling` asks for.
+/// The scaling that a configuration requests.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Wanted {
     /// Plain rotary embedding.
     Plain,
     /// One of the scalings above.
     Scaled(RopeScaling),
-    /// A type by its name that is not among them.
+    /// Another type, by name.
     Other(String),
 }
 
 impl RopeScaling {
-    /// Reads the scaling that `parameters`, a `rope_parameters` or `rope_scaling`, ask for.
+    /// Reads the scaling from `parameters`, a `rope_parameters` or `rope_scaling`.
     ///
     /// # Errors
-    /// A key that the type needs and that is missing or of another type.
+    /// A key of the type that is missing or has another type.
     pub fn wanted(parameters: &Fields) -> Result<Wanted> {
-        // Configs before 2024 call the key `type`.
+        // Configs before 2024 use the key `type`.
         let key = if parameters.has("rope_type") { "rope_type" } else { "type" };
         let required = |key| parameters.required(key, Fields::number);
         let context = || parameters.required("original_max_position_embeddings", Fields::size);
         Ok(match parameters.text(key)?.as_deref() {
-            // `mrope` splits positions of pictures; those of text are plain.
+            // `mrope` splits positions only for images; for text it is plain.
             None | Some("default" | "mrope") => Wanted::Plain,
             Some("llama3") => Wanted::Scaled(Self::Llama3 {
                 factor: required("factor")?,
@@ -84,14 +85,14 @@ impl RopeScaling {
         }
     }
 
-    /// The scaling's keys as config.json has them.
+    /// The scaling's keys of config.json.
     pub fn to_json(self) -> Map<String, Value> {
         let Value::Object(mut map) = json!(self) else { unreachable!("a struct is an object") };
         map.retain(|_, value| !value.is_null());
         map
     }
 
-    /// The same without an amplitude of its own: what the engines take alike.
+    /// The scaling without an explicit amplitude, as the engines compute identically.
     pub fn with_usual_amplitude(self) -> Self {
         match self {
             Self::Yarn { factor, beta_fast, beta_slow, truncate, .. } => Self::Yarn {
@@ -106,7 +107,7 @@ impl RopeScaling {
         }
     }
 
-    /// Positions that the unscaled frequencies were trained for.
+    /// Context length that the unscaled frequencies were trained for.
     pub fn original_context(&self) -> i64 {
         match *self {
             Self::Llama3 { original_max_position_embeddings, .. }
@@ -116,7 +117,7 @@ impl RopeScaling {
         }
     }
 
-    /// What cosines and sines are multiplied by.
+    /// Factor on cosines and sines.
     pub fn amplitude(&self) -> f64 {
         match *self {
             Self::Llama3 { .. } => 1.0,

@@ -1,7 +1,7 @@
-//! The header of a safetensors file: which tensors it has, and where.
+//! The header of a safetensors file.
 //!
-//! A header is never believed: no more memory is taken than the file is long, and the file must be as long
-//! as its header says.
+//! Headers are not trusted: no more memory is allocated than the file's size, and the file must be
+//! as long as its header says.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,22 +13,22 @@ pub use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use crate::fields::read_json;
 use crate::{Error, Result};
 
-/// A model's weights, where they are in one file.
+/// File name of unsharded weights.
 pub const SINGLE: &str = "model.safetensors";
 
-/// What says which file holds which tensor, where they are in several.
+/// File name of the index of sharded weights.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// Longest header that the format allows, bytes.
+/// Maximum header size of the format, bytes.
 pub const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Bytes of the header's length, which comes first.
+/// Size of the length prefix, bytes.
 const PREFIX: u64 = 8;
 
-/// Which file of the model in `dir` holds which tensor, as [`INDEX`] says.
+/// Maps tensor names of the model in `dir` to files, from [`INDEX`].
 ///
 /// # Errors
-/// There is none, or it does not parse.
+/// It does not exist or does not parse.
 pub fn weight_map(dir: &Path) -> Result<BTreeMap<String, String>> {
     #[derive(serde::Deserialize)]
     struct Index {
@@ -40,13 +40,13 @@ pub fn weight_map(dir: &Path) -> Result<BTreeMap<String, String>> {
     Ok(read_json::<Index>(dir, INDEX)?.weight_map)
 }
 
-/// What a file says of itself before its tensors.
+/// The header of a file.
 #[derive(Debug)]
 pub struct Header {
-    /// Names, types, shapes and places of the tensors, which follow each other without gaps, and the
-    /// free-form entries.
+    /// Names, types, shapes and offsets of the tensors, which are contiguous, and free-form
+    /// entries.
     pub metadata: Metadata,
-    /// Where the first tensor begins, in bytes.
+    /// Offset of the first tensor, bytes.
     pub data_start: u64,
 }
 
@@ -54,7 +54,7 @@ impl Header {
     /// Opens the file `path` and reads its header.
     ///
     /// # Errors
-    /// I/O; a file that is damaged or not whole.
+    /// I/O; a damaged or truncated file.
     pub fn open(path: &Path) -> Result<(File, Self)> {
         let file = File::open(path).map_err(Error::read(path))?;
         let size = file.metadata().map_err(Error::read(path))?.len();
@@ -62,7 +62,7 @@ impl Header {
         Ok((file, header))
     }
 
-    /// Reads the header of `input`, of `size` bytes, up to a `longest` header; `path` is for messages.
+    /// Reads the header of `input`, of `size` bytes, up to `longest` bytes; `path` is for messages.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -95,8 +95,8 @@ impl Header {
         }
     }
 
-    /// The first bytes of a file with these `tensors`, as the safetensors library lays them out. Their
-    /// offsets must follow each other.
+    /// The header of a file with these `tensors`, as the safetensors library lays it out. Their
+    /// offsets must be contiguous.
     pub fn encode(tensors: Vec<(String, TensorInfo)>) -> Vec<u8> {
         let format = [("format".to_owned(), "pt".to_owned())].into();
         let metadata = Metadata::new(Some(format), tensors).expect("offsets follow shapes");

@@ -9,7 +9,7 @@ use axum::http::{Method, StatusCode};
 /// Paths come from clients: longer ones are cut.
 const LONGEST_PATH: usize = 100;
 
-/// What programs read every few seconds to see how the server is.
+/// Paths that monitoring polls every few seconds.
 const LOOKS: [&str; 2] = ["/health", "/metrics"];
 
 /// The level at which a server logs its requests. Successful health checks and reads of metrics are

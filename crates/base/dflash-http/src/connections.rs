@@ -142,7 +142,7 @@ impl Connections {
     }
 }
 
-/// What a connection waits for.
+/// The connection's current wait.
 #[derive(Debug, Default)]
 enum Phase {
     /// The next request; nothing of it has arrived.

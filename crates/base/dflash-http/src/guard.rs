@@ -34,6 +34,9 @@ pub struct Guard {
     pub allowed_origins: Vec<String>,
     /// Whether requests need a key: then a page cannot make them, whatever its name.
     pub has_key: bool,
+    /// Whether it answers to its own names only on other addresses than loopback too: for pages
+    /// without a key.
+    pub only_own_names: bool,
     /// The host name that it was told to listen on.
     pub host: String,
     /// Whether it has a page of its own, which may use it.
@@ -43,12 +46,13 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Whether `host`, the value of a `Host` header, is a loopback name.
-    fn is_own(&self, host: &str) -> bool {
+    /// Whether `host`, the value of a `Host` header, is a loopback name, or beyond loopback an
+    /// address: a page can make a name its own, but no address.
+    fn is_own(&self, host: &str, on_loopback: bool) -> bool {
         let name = name_in(host).trim_end_matches('.').to_ascii_lowercase();
         name == "localhost"
             || name == self.host.to_ascii_lowercase()
-            || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+            || name.parse::<IpAddr>().is_ok_and(|it| it.is_loopback() || !on_loopback)
     }
 
     /// Whether `host` cannot be a foreign page's name that resolves to this machine.
@@ -59,9 +63,7 @@ impl Guard {
                 || of_origin(allowed.trim_end_matches('/'))
                     .is_some_and(|listed| listed.eq_ignore_ascii_case(host))
         };
-        self.is_own(host)
-            || name_in(host).parse::<IpAddr>().is_ok()
-            || self.allowed_origins.iter().any(is_listed)
+        self.is_own(host, false) || self.allowed_origins.iter().any(is_listed)
     }
 
     /// Whether `origin` is that of the server's own page, by the request's only host.
@@ -94,20 +96,32 @@ impl Guard {
 
     fn check_host(&self, headers: &HeaderMap) -> Result<(), Refusal> {
         let on_loopback = self.listens_on.get().is_none_or(|address| address.ip().is_loopback());
-        if !on_loopback || self.has_key {
+        if self.has_key || !(on_loopback || self.only_own_names) {
             return Ok(());
         }
         for host in headers.get_all(header::HOST) {
             let host = host.to_str().unwrap_or("of no readable name");
-            if !self.is_own(host) {
+            if !self.is_own(host, on_loopback) {
                 let host: String = host.chars().take(100).collect();
-                let message = format!(
-                    "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with an --api-key or another --host"
-                );
-                return Err(Refusal::new(StatusCode::FORBIDDEN, message));
+                return Err(Refusal::new(StatusCode::FORBIDDEN, self.foreign(&host, on_loopback)));
             }
         }
         Ok(())
+    }
+
+    /// The message for a host that is not its own.
+    fn foreign(&self, host: &str, on_loopback: bool) -> String {
+        match (on_loopback, self.only_own_names) {
+            (true, false) => format!(
+                "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with an --api-key or another --host"
+            ),
+            (true, true) => format!(
+                "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with another --host"
+            ),
+            (false, _) => format!(
+                "this server does not answer to the host {host:?}; use its address, or start it with that name as --host"
+            ),
+        }
     }
 
     /// The origin of another page that may use the server; `None` if the request has no origin, or
@@ -231,6 +245,13 @@ mod tests {
         check(&guard("0.0.0.0:8000", false), "evil.example", true);
         check(&guard("127.0.0.1:8000", true), "evil.example", true);
         assert!(local.check_host(&HeaderMap::new()).is_ok());
+        let strict = Guard { only_own_names: true, ..guard("0.0.0.0:8000", false) };
+        check(&strict, "evil.example", false);
+        for own in ["10.0.0.1:8000", "localhost", "my-laptop:8000", "[fe80::1]:8000"] {
+            check(&strict, own, true);
+        }
+        let strict = Guard { only_own_names: true, ..guard("127.0.0.1:8000", false) };
+        check(&strict, "10.0.0.1", false);
     }
 
     #[test]
@@ -294,7 +315,8 @@ mod tests {
         let check = |allowed: &[&str], host: &str, expect: bool| {
             let allowed_origins = allowed.iter().map(|origin| (*origin).to_owned()).collect();
             // With a key the requests of other hosts are answered; the page is not.
-            let guard = Guard { allowed_origins, has_key: true, ..Guard::default() };
+            let host = "127.0.0.1".into();
+            let guard = Guard { allowed_origins, has_key: true, host, ..Guard::default() };
             assert_eq!(guard.check_page(&headers(header::HOST, host)).is_ok(), expect, "{host}");
         };
         check(&[], "localhost:8000", true);

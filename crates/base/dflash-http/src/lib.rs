@@ -1,4 +1,4 @@
-//! What the project's HTTP servers share.
+//! Shared parts of the project's HTTP servers.
 //!
 //! A [`Server`] listens before its model is loaded and shuts down in order; [`Connections`] closes
 //! connections of slow clients; [`Admission`] bounds the requests in flight and makes others wait

@@ -1,4 +1,4 @@
-//! What can go wrong between a name and its files.
+//! Errors of fetching and publishing.
 
 use std::path::PathBuf;
 
@@ -125,7 +125,8 @@ pub enum Misnamed {
     /// llama.cpp's form of a draft.
     #[error(
         "is llama.cpp's form of a drafter (GGUF), which only llama.cpp runs; pass the checkpoint that it was \
-         exported from: a directory with config.json and model.safetensors"
+         exported from (a directory with config.json and model.safetensors), or make one of it with \
+         `dflash export --format zlab`"
     )]
     GgufDraft,
     /// A DFlash drafter where a target is needed.

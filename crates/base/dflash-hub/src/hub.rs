@@ -1,4 +1,4 @@
-//! From a name to a directory or files: blocking calls that watch the stop flag.
+//! Resolves a name to a directory or files: blocking calls that watch the stop flag.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -46,8 +46,8 @@ pub fn cache_dir() -> PathBuf {
 }
 
 impl Hub {
-    /// The Hub as the environment describes it; `HF_HUB_OFFLINE` is parsed as in the official
-    /// Python client.
+    /// The Hub as set by the environment; `HF_HUB_OFFLINE` is parsed as in the official Python
+    /// client.
     pub fn from_env() -> Self {
         let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
             matches!(value.to_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE")

@@ -12,7 +12,6 @@ use crate::Error;
 /// mistakes, not against attacks.
 const DIGITS: usize = 12;
 
-/// A running digest.
 #[derive(Default)]
 pub(crate) struct Digest(Sha256);
 

@@ -1,4 +1,4 @@
-//! What can go wrong in reading an identity.
+//! Errors of reading an identity.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ pub enum Error {
     /// A file that is not JSON.
     #[error("{path} is not valid JSON")]
     Json { path: PathBuf, source: serde_json::Error },
-    /// Weights that are not as a safetensors file must be.
+    /// Weights that violate the safetensors format.
     #[error(transparent)]
     Format(#[from] dflash_formats::Error),
     /// An identity entry that was altered.

@@ -104,7 +104,7 @@ fn shards_are_as_good_as_one_file() {
     let index = json!({ "weight_map": weight_map }).to_string();
     fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
     assert_eq!(identity(&dir), own);
-    // As the cache of the Hub is before all shards have come.
+    // As in the Hub's cache before all shards have arrived.
     fs::remove_file(dir.path().join("model-1.safetensors")).unwrap();
     assert_eq!(identity(&dir).weights, None);
 }

@@ -17,7 +17,7 @@ use lock::DestinationLock;
 use pending::Pending;
 pub use pending::remove_pending;
 
-/// What went wrong with which path.
+/// An error with an operation and a path.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file system refused an operation on `path`.
@@ -46,7 +46,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Attaches `action` and `path` to an I/O error; for `map_err`.
+    /// Adds `action` and `path` to an I/O error; for `map_err`.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }
@@ -62,7 +62,7 @@ fn disk_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
-/// The part of the message that says what to do, if the kind of error tells.
+/// The remedy in the message, for known kinds of errors.
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         _ if disk_full(error) => "; free some space or choose a path on another disk",
@@ -148,8 +148,8 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 /// A directory under construction: removed when dropped, renamed into place by [`Self::commit`].
 ///
 /// Only one process makes a directory at a time: it holds the lock of the destination's name from
-/// before it looks at what is there until the directory is in place or given up. What killed
-/// processes left is removed when the next one starts.
+/// before it checks the destination until the directory is in place or dropped. Leftovers of killed
+/// processes are removed when the next one starts.
 #[derive(Debug)]
 pub struct PendingDir {
     aside: PathBuf,

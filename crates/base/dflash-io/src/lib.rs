@@ -1,4 +1,4 @@
-//! What every command does with files and the terminal: complete files or none, lines and progress bars.
+//! File and terminal utilities of all commands: atomic files, lines and progress bars.
 
 mod console;
 mod files;

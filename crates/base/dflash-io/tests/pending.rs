@@ -1,4 +1,4 @@
-//! Leaving at once. In a process of its own, because it removes whatever the process is writing.
+//! Exiting at once. Runs in its own process, because it removes whatever the process is writing.
 
 use std::fs;
 

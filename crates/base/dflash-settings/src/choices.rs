@@ -1,15 +1,14 @@
 //! Settings that choose among a few.
 //!
-//! Libraries use these types as they are, so that a choice that is added here is one that they
-//! have to deal with.
+//! Libraries use these types directly, so that a new choice forces them to handle it.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// An enum of plain choices: the same names on the command line, in run files and in messages. A choice is
-/// added by its variant alone.
+/// An enum of plain choices with the same names on the command line, in run files and in messages.
+/// Adding a variant adds a choice.
 macro_rules! choices {
     ($(
         $(#[$doc:meta])*
@@ -29,7 +28,7 @@ macro_rules! choices {
             /// All of them.
             pub const ALL: &[Self] = &[$(Self::$variant),+];
 
-            /// As the user types it, and as files and messages name it.
+            /// Its name for users, files and messages.
             pub const fn name(self) -> &'static str {
                 match self { $(
                     Self::$variant => {
@@ -51,7 +50,7 @@ macro_rules! choices {
     )+ };
 }
 
-/// Letters of `name` in kebab case: a capital that is not the first has a hyphen before it.
+/// Length of `name` in kebab case: every capital except the first gets a hyphen before it.
 const fn kebab_len(name: &str) -> usize {
     let (bytes, mut len, mut at) = (name.as_bytes(), name.len(), 1);
     while at < bytes.len() {
@@ -61,7 +60,7 @@ const fn kebab_len(name: &str) -> usize {
     len
 }
 
-/// `name` in kebab case, as serde and clap make it of a variant.
+/// `name` in kebab case, as serde and clap derive it from a variant.
 const fn kebab_case<const LEN: usize>(name: &str) -> [u8; LEN] {
     let bytes = name.as_bytes();
     let (mut kebab, mut from, mut to) = ([b'-'; LEN], 0, 0);
@@ -252,7 +251,7 @@ pub enum Speculate {
     Tokens(usize),
 }
 
-/// Far more than is guessed right; each costs a row of the target's pass.
+/// Far more than is ever accepted; each costs a row of the target's pass.
 const MOST_PROPOSALS: usize = 1024;
 
 impl FromStr for Speculate {

@@ -1,4 +1,4 @@
-//! In what precision a draft is trained, and what is kept.
+//! Precision and memory of draft training.
 
 use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
@@ -13,12 +13,12 @@ pub struct ComputeSettings {
     /// Type of weights and activations in forward and backward; master weights, gradients and the
     /// optimizer's state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
-    // What auto came to is recorded and compared.
+    // The resolved type is recorded and compared.
     #[setting(free)]
     pub compute_dtype: Dtype,
     /// Keep only the layers' inputs for the backward pass and recompute the rest there.
     #[cfg_attr(feature = "clap", arg(long))]
-    // The same gradients, bit for bit.
+    // Gradients are bitwise equal.
     #[setting(free)]
     pub recompute: bool,
     /// What the ranks split (ZeRO stage): 0 nothing, 1 the master weights and the optimizer state.
@@ -26,7 +26,7 @@ pub struct ComputeSettings {
         feature = "clap",
         arg(long, hide = true, value_name = "STAGE", default_value_t = 1)
     )]
-    // The same numbers, bit for bit.
+    // Results are bitwise equal.
     #[setting(free)]
     pub zero: u8,
     /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster if the

@@ -27,7 +27,7 @@ pub struct DraftSettings {
     /// The directory is a checkpoint written by dflash, z-lab or speculators, a run's (its best
     /// checkpoint, or the newest if nothing was validated), or RUN_DIR/latest or RUN_DIR/best.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
-    // What the run began with is compared by what it is.
+    // The initial draft is compared by its content.
     #[setting(free, may_differ)]
     pub from_pretrained: Option<String>,
     /// Kind of drafter. Default: that of the draft or the run to start from, else dflash.

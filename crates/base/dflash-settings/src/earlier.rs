@@ -1,11 +1,11 @@
-//! Settings as earlier releases called them, on command lines, in run files and in the records of runs.
+//! Settings under the names of earlier releases, on command lines, in run files and in run records.
 
 use serde_json::{Map, Value, json};
 
 use crate::ResumeMode;
 use crate::optimizer::DEFAULT_BETAS;
 
-/// The decays of AdamW's means that earlier releases took where none were given.
+/// AdamW's default betas in earlier releases.
 const EARLIER_BETAS: [f64; 2] = [0.9, 0.999];
 
 /// Names of earlier releases, and whether a value follows the flag.
@@ -18,13 +18,13 @@ pub const EARLIER_NAMES: [(&str, bool); 6] = [
     ("adam_beta2", true),
 ];
 
-/// The present names and values of what one source, such as a run file, says under earlier ones; `take`
-/// removes what it says under a name.
+/// Translates one source's settings, e.g. a run file's, from earlier names; `take` removes and
+/// returns the value of a name.
 pub fn present_settings(take: &mut dyn FnMut(&str) -> Option<Value>) -> Vec<(&'static str, Value)> {
     let [or_start, from, ratio, steps, beta1, beta2] =
         EARLIER_NAMES.map(|(name, _)| take(name).filter(|value| !value.is_null()));
     let auto = (or_start == Some(Value::Bool(true))).then(|| json!(ResumeMode::AUTO));
-    // Of several the one counts that says most: a step, then auto, then --resume alone.
+    // Of several, the most specific counts: a step, then auto, then a bare --resume.
     let resume = from.or(auto).map(|earlier| match take("resume") {
         Some(step) if earlier == ResumeMode::AUTO && is_step(&step) => step,
         _ => earlier,
@@ -35,8 +35,8 @@ pub fn present_settings(take: &mut dyn FnMut(&str) -> Option<Value>) -> Vec<(&'s
     present.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }
 
-/// The settings that a run recorded, under their present names, and with the defaults that the release
-/// had which recorded them. Texts are read as numbers are.
+/// A run's recorded settings under their present names, with the defaults of the release that
+/// recorded them. Strings are parsed like numbers.
 pub fn present_record(record: &mut Map<String, Value>) {
     let said = |value: &Value| !value.is_null() && value != "default";
     let is_earlier = record.contains_key("adam_beta1");
@@ -60,7 +60,7 @@ fn is_step(resume: &Value) -> bool {
     resume.is_u64() || resume.as_str().is_some_and(|text| text.parse::<u64>().is_ok())
 }
 
-/// A share under its earlier name, in which 1 was not a step.
+/// A fraction under its earlier name, for which 1 did not mean a step.
 fn share(ratio: Value) -> Value {
     let number = match &ratio {
         Value::String(text) => text.parse().ok(),

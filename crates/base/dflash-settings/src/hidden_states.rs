@@ -1,4 +1,4 @@
-//! Where a training run takes the hidden states from.
+//! Sources of a training run's hidden states.
 
 use std::path::PathBuf;
 
@@ -13,8 +13,7 @@ const MOST_REQUESTS: u64 = 4096;
 
 /// Minimum default window, MiB.
 const WINDOW_MIB: usize = 256;
-/// Minimum number of rows in the default window: one that is being made into a batch, and two in
-/// flight.
+/// Minimum rows in the default window: one being made into a batch, and two in flight.
 const WINDOW_ROWS: usize = 3;
 /// Tokens of one forward pass of the target, as in the hidden-state server.
 pub(crate) const TARGET_BATCH_TOKENS: usize = 2048;
@@ -77,13 +76,13 @@ pub struct HiddenStatesSettings {
     /// instead of using a server. Each rank holds the target.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long, conflicts_with_all = ["vllm_endpoint", "shared_storage_path", "hidden_states_path"]))]
-    // The same states, bit for bit on a CPU.
+    // States are bitwise equal on a CPU.
     #[setting(free)]
     pub colocate: bool,
     /// With --colocate: type of the target's weights and activations, as --dtype of hidden-server.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
-    // A server has types of its own, which are not compared.
+    // A server has its own types, which are not compared.
     #[setting(told)]
     pub target_dtype: Dtype,
     /// With --colocate: type that the target's states are rounded to, as --wire-dtype of hidden-server.
@@ -134,8 +133,8 @@ impl HiddenStatesSettings {
     }
 
     /// # Errors
-    /// A second source of states in addition to the target here, or a setting of a target that is
-    /// not here.
+    /// A second source of states in addition to the local target, or a setting of the local target
+    /// without --colocate.
     pub(crate) fn check_colocation(&self) -> Result<(), Invalid> {
         within([("target_batch_tokens", self.target_batch_tokens as u64, 1..=MOST_TOKENS)])?;
         if !self.colocate {

@@ -1,4 +1,4 @@
-//! Ranks, and what remains of a run's checkpoints.
+//! Ranks, and retention of checkpoints.
 
 use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,7 @@ const MOST_RESTARTS: u64 = 10_000;
 pub struct LaunchSettings {
     /// Ranks to start on this machine. Default: one, or the number that torchrun or Slurm started.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
-    // Counted in the recorded ranks and rows_per_step.
+    // Included in the recorded ranks and rows_per_step.
     #[setting(free)]
     pub nproc: Option<usize>,
     /// Machines in the job. Start the same command on each, with its own --node-rank.

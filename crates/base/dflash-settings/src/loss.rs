@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A loss of one slot. p is the target's distribution, q the draft's.
+/// Per-slot loss between the target's distribution p and the draft's q.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementLoss {
     /// `-log q[label]`.
@@ -24,7 +24,7 @@ pub enum ElementLoss {
     Lk,
 }
 
-/// Terms are weighed against each other, and the sum is a loss in float32.
+/// Largest coefficient: the weighted terms are summed in float32.
 const MOST_COEFFICIENT: f64 = 1e6;
 
 /// The losses and their names on the command line.
@@ -44,9 +44,9 @@ impl ElementLoss {
         self != Self::CrossEntropy
     }
 
-    /// Its value, nats, where the draft gives each of so many tokens the same probability: cross-entropy's
-    /// exactly, and of the others, which depend on the target, the most that they come to. That of `rkl`
-    /// has no bound; it is counted as the cross-entropy.
+    /// Loss in nats of a draft that gives each of `tokens` tokens the same probability: exact for
+    /// cross-entropy, an upper bound for the losses that depend on the target. `rkl` is unbounded
+    /// and counts as cross-entropy.
     pub fn of_guesses(self, tokens: usize) -> f64 {
         match self {
             Self::Jsd => std::f64::consts::LN_2,
@@ -62,9 +62,9 @@ impl ElementLoss {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LossTerm {
-    /// Its loss.
+    /// Loss.
     pub loss: ElementLoss,
-    /// What it is multiplied by, above 0.
+    /// Coefficient, above 0.
     pub coefficient: f64,
 }
 

@@ -1,14 +1,14 @@
-//! The Markov head, the example of a head that is not DFlash's.
+//! The Markov head, an example of a head other than DFlash's.
 
 use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, within};
 
-/// Default rank: a table of as many numbers a token as a small head dimension.
+/// Default rank. Each token has this many numbers in the table, about a small head dimension.
 pub const DEFAULT_MARKOV_RANK: usize = 64;
 
-/// Wider than the hidden states of any target that a draft is for.
+/// Maximum rank: above the hidden size of any target.
 const MOST_RANK: u64 = 1 << 16;
 
 /// Shape of the Markov head.
@@ -17,7 +17,7 @@ const MOST_RANK: u64 = 1 << 16;
 pub struct MarkovSettings {
     /// With --speculator-type markov: numbers through which a token changes the logits of the next.
     /// Default: 64.
-    // An example, which no engine serves: in no help text.
+    // Hidden in the help: an example that no engine serves.
     #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "R"))]
     #[setting(lasting, recipe)]
     pub markov_rank: Option<usize>,

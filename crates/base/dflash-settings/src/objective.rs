@@ -1,4 +1,4 @@
-//! What is minimised.
+//! Settings of the training objective.
 
 use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, MOST_MIB, positive, shares, within};
 use crate::loss::LossTerm;
 
-/// Default memory of one chunk of logits on a CPU, MiB: fits its caches.
+/// Default size of a chunk of logits on a CPU, in MiB: it fits the caches.
 const CPU_LOSS_CHUNK_MIB: usize = 8;
 
-/// Maximum on a GPU: 3,500 slots of 152k tokens, enough for products at full speed.
+/// Maximum on a GPU: 3,500 slots of 152k tokens, enough for full matmul throughput.
 const GPU_LOSS_CHUNK_MIB: usize = 2048;
 
-/// Minimum on a GPU: with fewer slots, launches cost more than the memory saves.
+/// Minimum on a GPU: below this, launch overhead outweighs the memory saved.
 const LEAST_GPU_LOSS_CHUNK_MIB: usize = 64;
 
-/// The share of a GPU's free memory that logits may take: activations need most of it.
+/// Divisor of a GPU's free memory that gives the default chunk: activations need most of it.
 const LOSS_CHUNK_SHARE: u64 = 16;
 
 /// With this gamma the last slot of the longest block has about the weight of the first.
@@ -55,8 +55,8 @@ impl ObjectiveSettings {
         self.teacher_labels || self.loss.iter().any(|term| term.loss.needs_target_distribution())
     }
 
-    /// The loss of a draft that gives each of so many tokens the same probability, nats: as far as it can
-    /// be known without the target, the most that the terms come to then.
+    /// Loss in nats of a draft that gives each of `tokens` tokens the same probability, or an upper
+    /// bound where a term depends on the target.
     pub fn loss_of_guesses(&self, tokens: usize) -> f64 {
         self.loss.iter().map(|term| term.coefficient * term.loss.of_guesses(tokens)).sum()
     }
@@ -85,8 +85,8 @@ impl ObjectiveSettings {
     }
 }
 
-/// Bytes of one chunk of logits if `mib` is given; by default what suits a CPU, or a GPU with this
-/// much free memory.
+/// Bytes of one chunk of logits: `mib` if given, otherwise a default for the CPU or for a GPU with
+/// this much free memory.
 pub fn loss_chunk_bytes(mib: Option<usize>, gpu_free_bytes: Option<u64>) -> usize {
     match (mib, gpu_free_bytes) {
         (Some(mib), _) => mib << 20,
@@ -98,7 +98,7 @@ pub fn loss_chunk_bytes(mib: Option<usize>, gpu_free_bytes: Option<u64>) -> usiz
 }
 
 /// # Errors
-/// A chunk of no memory, or of more than any machine has.
+/// The chunk has size 0 or exceeds the memory of any machine.
 pub(crate) fn check_loss_chunk(mib: Option<usize>) -> Result<(), Invalid> {
     within([("loss_chunk_mib", mib.unwrap_or(1) as u64, 1..=MOST_MIB)])
 }

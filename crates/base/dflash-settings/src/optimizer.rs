@@ -1,4 +1,4 @@
-//! How parameters move.
+//! Settings of the optimizer and the learning-rate schedule.
 
 use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
@@ -7,17 +7,18 @@ use crate::check::{Invalid, MOST_RATE, MOST_STEPS, at_odds, positive, shares, wi
 use crate::choices::{OptimizerKind, SchedulerType};
 use crate::warmup::Warmup;
 
-/// Decays of AdamW's means. The second averages over some 20 steps, where PyTorch's 0.999 takes
-/// 1,000: a drafter trains for tens of thousands of steps at most, on gradients whose size changes
-/// early on, and language-model recipes use this value (GPT-3, LLaMA, OLMo).
+/// Decay rates of AdamW's moment estimates. The second averages over about 20 steps, whereas
+/// PyTorch's 0.999 averages over 1,000: a drafter trains for tens of thousands of steps at most, on
+/// gradients whose size changes early on, and language-model recipes use this value (GPT-3, LLaMA,
+/// OLMo).
 pub(crate) const DEFAULT_BETAS: [f64; 2] = [0.9, 0.95];
 
 /// Adam moves a weight by about the learning rate a step, and weights are below 1: beyond this the first step
 /// destroys them. Recipes lie between 1e-5 and 1e-2, Muon's up to 0.1.
 const MOST_SENSIBLE_RATE: f64 = 1.0;
-/// Beyond this even small rates flip the sign of weights.
+/// Largest weight decay: beyond it, even small learning rates flip the sign of weights.
 const MOST_DECAY: f64 = 1e6;
-/// A norm that clips nothing: sums of squares in float32 overflow before.
+/// Largest gradient norm: sums of squares overflow float32 before reaching it.
 const MOST_NORM: f64 = 1e20;
 
 /// Learning rate, its schedule, and the optimizer.
@@ -96,7 +97,7 @@ impl OptimizerSettings {
         given.unwrap_or(DEFAULT_BETAS)
     }
 
-    /// Fills in the defaults of open settings.
+    /// Replaces unset settings by their defaults.
     pub(crate) fn settle(&mut self) {
         self.adam_betas = Some(self.adam_betas().to_vec());
     }
@@ -129,7 +130,7 @@ impl OptimizerSettings {
     }
 
     /// # Errors
-    /// A number out of its range, or one without effect given another setting.
+    /// A number is out of range, or a setting has no effect given another one.
     pub fn check(&self) -> Result<(), Invalid> {
         positive([
             ("lr", self.lr, MOST_RATE),

@@ -1,4 +1,4 @@
-//! How much of the processor is used.
+//! The CPU instruction level to use.
 
 use dflash_cpu::{CpuLevel, VARIABLE};
 use dflash_settings_derive::Classed;
@@ -13,7 +13,7 @@ pub struct ProcessorSettings {
     /// Limit CPU instructions to this level, in our kernels and in libtorch, oneDNN and MKL, to see
     /// how another machine would perform. Default: everything that the CPU supports.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LEVEL", env = VARIABLE, value_parser = levels()))]
-    // The level that ran is recorded and said.
+    // The log and the record state the level that was used.
     #[setting(free)]
     pub cpu_level: Option<CpuLevel>,
 }
@@ -32,7 +32,7 @@ impl ProcessorSettings {
     }
 }
 
-/// The levels as clap lists them; `dflash-cpu` knows no command line.
+/// The levels as clap values; `dflash-cpu` does not depend on clap.
 #[cfg(feature = "clap")]
 fn levels() -> impl clap::builder::TypedValueParser<Value = CpuLevel> {
     use clap::builder::TypedValueParser;

@@ -8,7 +8,7 @@ use crate::check::{Invalid, MOST_ROWS, MOST_TOKENS, within};
 use crate::choices::{Device, Dtype, Speculate};
 use crate::processor::ProcessorSettings;
 
-/// Each sequence has a cache of its own.
+/// Maximum batch: each sequence has its own cache.
 const MOST_BATCH: u64 = 65536;
 
 /// Replace the answers of a dataset with the target's own.

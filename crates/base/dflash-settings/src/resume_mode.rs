@@ -1,4 +1,4 @@
-//! What a run continues, where it continues one.
+//! Where a run resumes from.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,18 +9,18 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum ResumeMode {
-    /// The last good checkpoint, which must be there.
+    /// The last good checkpoint; an error if there is none.
     Latest,
-    /// The last good checkpoint, or a new run where there is none.
+    /// The last good checkpoint, or a new run if there is none.
     Auto,
     /// The checkpoint of this step.
     Step(u64),
 }
 
 impl ResumeMode {
-    /// What `--resume` without a value stands for.
+    /// Value assumed for `--resume` without a value.
     pub const LATEST: &str = "latest";
-    /// What `--resume=auto` has as its value.
+    /// Value in `--resume=auto`.
     pub const AUTO: &str = "auto";
 }
 

@@ -1,25 +1,25 @@
-//! What a step trains on.
+//! Settings of the rows that a step trains on.
 
 use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_STEPS, MOST_TOKENS, within};
 
-/// Epochs of the DFlash paper's recipe.
+/// Epochs in the DFlash paper's recipe.
 const DEFAULT_EPOCHS: u64 = 6;
 
-/// Default tokens of a row: as many as the longest document that `dflash prepare` keeps by default,
-/// so that none is cut again.
+/// Default tokens per row: the longest document that `dflash prepare` keeps by default, so that
+/// none is cut again.
 const DEFAULT_ROW: usize = 8192;
 
-/// Default anchors of a row. Activations grow with them: with 3,072 a rank of Qwen3-8B needs 57 GB
-/// at 8,192 tokens, with 512 it needs 28 GB (docs/plan.md), which leaves room on a GPU of 40 GB.
+/// Default anchors per row. Activations grow with them: a rank training for Qwen3-8B at 8,192
+/// tokens needs 57 GB with 3,072 anchors and 28 GB with 512 (docs/plan.md), which leaves room on a
+/// 40 GB GPU.
 const DEFAULT_ANCHORS: usize = 512;
 
-/// More epochs than anyone can want; each is planned before the first step, which takes time and
-/// memory.
+/// Maximum epochs: each is planned before the first step, which takes time and memory.
 const MOST_EPOCHS: u64 = 100_000;
-/// More rows than a step of any run takes.
+/// Maximum number of rows per rank and step.
 const MOST_MICRO_BATCHES: u64 = 100_000;
 
 /// Packed rows and their anchors.
@@ -73,7 +73,7 @@ impl RowSettings {
         self.epochs.or(if self.max_steps.is_some() { None } else { Some(DEFAULT_EPOCHS) })
     }
 
-    /// Fills in the defaults of open settings.
+    /// Replaces unset settings by their defaults.
     pub(crate) fn settle(&mut self) {
         self.total_seq_len = Some(self.total_seq_len());
         self.max_anchors = Some(self.max_anchors());

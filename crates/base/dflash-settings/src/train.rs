@@ -31,14 +31,14 @@ use crate::validation::ValidationSettings;
 pub struct TrainSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
-    // The model behind the name is compared by what it is.
+    // Resuming compares the model itself, not its name.
     #[setting(free, may_differ)]
     pub target: String,
     /// A description of the target in TOML, for an unknown family or to override what is known:
     /// names of its tensors and the constants of its norm and logits. See docs/targets.md. The run
     /// records it.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
-    // What it says is compared.
+    // Resuming compares the file's contents.
     #[setting(free)]
     pub target_spec: Option<PathBuf>,
     /// Prepared dataset, as `dflash prepare` writes it. Required except for --dry-run.
@@ -108,7 +108,7 @@ pub struct TrainSettings {
     pub launch: LaunchSettings,
     /// Where to compute: auto, cpu or cuda, which is the GPU of the local rank.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto, help_heading = "Device"))]
-    // What auto came to is recorded and said.
+    // The log and the record state the device that `auto` selected.
     #[setting(free, may_differ)]
     pub device: Device,
     /// The CPU instruction level.
@@ -163,9 +163,8 @@ impl TrainSettings {
         self.resume = Some(ResumeMode::Auto);
     }
 
-    /// Fills in settings that the command leaves open: a resumed run takes them from its record,
-    /// under their present names, because its release may have had other defaults, and a new run
-    /// takes the defaults.
+    /// Fills in unset settings. A resumed run takes them from its record, under their present
+    /// names, since an earlier release may have had other defaults; a new run takes the defaults.
     pub fn settle(&mut self, record: Option<&Value>) {
         if let Some(Value::Object(record)) = record {
             let mut record = record.clone();
@@ -179,7 +178,7 @@ impl TrainSettings {
             optimizer.adam_betas = optimizer.adam_betas.take().or_else(betas);
             let ratio = record.get("validation_ratio").and_then(Value::as_f64);
             self.validation.validation_ratio = self.validation.validation_ratio.or(ratio);
-            // A record without a number is of a release that kept all.
+            // A record without a number comes from a release that kept all checkpoints.
             let kept = number("keep_last").unwrap_or(0);
             self.checkpoints.keep_last.get_or_insert(kept);
         }
@@ -191,7 +190,7 @@ impl TrainSettings {
     /// The dataset.
     ///
     /// # Errors
-    /// There is none, as is possible for a dry run.
+    /// There is none, which is possible for a dry run.
     pub fn data_path(&self) -> Result<&Path, Invalid> {
         self.data_path.as_deref().ok_or_else(|| needs("data_path", "data_path"))
     }
@@ -232,7 +231,7 @@ impl TrainSettings {
 
     fn check_trackers(&self) -> Result<(), Invalid> {
         if self.log_to.contains(&Tracker::None) && self.log_to.len() > 1 {
-            return Err(at_odds("log_to", "names trackers beside none; name one or the other"));
+            return Err(at_odds("log_to", "names both trackers and none; name one or the other"));
         }
         match &self.run_name {
             Some(name) if name.trim().is_empty() || name.contains(char::is_control) => {

@@ -1,4 +1,4 @@
-//! What a run measures of itself on data that it does not train on.
+//! Settings of validation on held-out data.
 
 use std::path::PathBuf;
 
@@ -47,7 +47,7 @@ const DEFAULT_SHARE: f64 = 0.01;
 /// Maximum number of samples held out by default: enough for two digits of the expected acceptance
 /// length, and a forward pass over them takes seconds.
 const DEFAULT_SAMPLES: f64 = 512.0;
-/// Smaller datasets are used for training only: a hundredth of them would say little.
+/// Smaller datasets are used for training only: a hundredth of them is too few to measure on.
 const LEAST_TO_SPLIT: usize = 1000;
 
 impl ValidationSettings {
@@ -62,7 +62,7 @@ impl ValidationSettings {
     }
 
     /// # Errors
-    /// A number out of its range, or two sets to validate on.
+    /// A number is out of range, or two validation sets are given.
     pub fn check(&self) -> Result<(), Invalid> {
         self.check_ranges()?;
         if self.validation_data.is_some() && self.validation_ratio.unwrap_or_default() > 0.0 {

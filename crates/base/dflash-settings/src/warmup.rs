@@ -1,4 +1,4 @@
-//! How long the learning rate warms up.
+//! Length of the learning-rate warm-up.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,7 +18,7 @@ pub enum Warmup {
 }
 
 impl Warmup {
-    /// Steps of a run of `total`.
+    /// Warm-up steps of a run of `total` steps.
     pub fn steps(self, total: u64) -> u64 {
         match self {
             Self::Steps(steps) => steps,

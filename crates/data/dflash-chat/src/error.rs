@@ -1,4 +1,4 @@
-//! What can be wrong with a row, a data file, a template or a tokenizer.
+//! Errors of rows, data files, templates and tokenizers.
 
 use std::io;
 use std::path::{Path, PathBuf};

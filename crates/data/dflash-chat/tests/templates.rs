@@ -1,6 +1,6 @@
 //! Templates in the style of widely used models, rendered as Transformers renders them.
 //!
-//! `templates/make_expected.py` made the expectations; it stands beside them.
+//! `templates/make_expected.py` generated the expectations.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ fn conversation(row: &Value) -> Conversation {
     }
 }
 
-/// Compares every render of one template; `null` stands for a refusal.
+/// Compares every render of one template; `null` means that the template refuses.
 fn check(name: &str) {
     let document = document();
     let model = tempfile::tempdir().unwrap();

@@ -1,10 +1,10 @@
-//! Model directories as they are found: special tokens, templates, older and broken files.
+//! Model directories as found in practice: special tokens, templates, older and broken files.
 
 use dflash_chat::{ChatTokenizer, Error, Message, Role, SegmentCache};
 use dflash_test_support::byte_tokenizer;
 use serde_json::{Value, json};
 
-/// A model directory with a tokenizer of bytes and the given special tokens.
+/// A model directory with a byte tokenizer and the given special tokens.
 fn model_dir(special: &[&str], config: &Value) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = byte_tokenizer(special).to_string();

@@ -121,7 +121,7 @@ impl Dataset {
         if index >= self.len() {
             return Err(Error::RowRange { row: index, rows: self.len() });
         }
-        // Of batches with the same first row, only the last has rows.
+        // If several batches have the same first row, only the last one has rows.
         let after = self.batches.partition_point(|batch| batch.first_row <= index);
         let Batch { shard, first_row, columns } = &self.batches[after - 1];
         let (shard, row) = (&self.shards[*shard], index - first_row);

@@ -1,4 +1,4 @@
-//! What can be wrong with a prepared dataset.
+//! Errors of prepared datasets.
 
 use std::io;
 use std::path::{Path, PathBuf};

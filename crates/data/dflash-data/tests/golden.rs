@@ -50,7 +50,7 @@ fn vocabulary_mapping(Case { value: case, .. }: &Case) {
     assert_eq!(kept, integers(&case["t2d"]));
 }
 
-/// Ours is what is left of theirs without the padding.
+/// Our result must equal theirs without the padding.
 fn collation(Case { value: case, .. }: &Case) {
     let lengths = positions(&case["lengths"]);
     // The vectors number the tokens of document d from 100 * d.
@@ -77,8 +77,8 @@ fn collation(Case { value: case, .. }: &Case) {
     check(&mask, "loss_mask", 0);
 }
 
-/// The rules differ on purpose: theirs leaves out the last block of a row, ours positions whose
-/// next token is not supervised. Where neither applies they must agree.
+/// The rules differ on purpose: theirs omits the last block of a row, ours positions whose next
+/// token is not supervised. Where neither applies they must agree.
 fn anchor_rules_agree_where_they_overlap(Case { value: case, .. }: &Case) {
     let loss_mask: Vec<bool> =
         integers(&case["loss_mask"]).into_iter().map(|value| value != 0).collect();

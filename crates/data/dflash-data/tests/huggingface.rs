@@ -1,4 +1,4 @@
-//! Datasets that Hugging Face wrote (see `huggingface/make.py`), and ours under Arrow's own reader.
+//! Datasets written by Hugging Face (see `huggingface/make.py`), and ours in Arrow's reader.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -69,7 +69,7 @@ fn small_integers_and_columns_to_skip() {
             ("input_ids", list!(UInt16Builder, [[7, 65_535].as_slice(), &[9]])),
         ]
     };
-    // The second batch checks that places are counted from each batch's own body.
+    // The second batch checks that offsets are relative to each batch's own body.
     write_raw(root.path(), &[batch(columns()), batch(columns())]);
     let dataset = Dataset::open(root.path()).unwrap();
     assert_eq!(dataset.lengths(), [2, 1, 2, 1]);
@@ -167,7 +167,7 @@ fn threads_share_a_reader() {
     });
 }
 
-/// The steps of a training epoch, from a directory to anchors, as a trainer takes them.
+/// The steps of a training epoch as a trainer runs them, from a directory to anchors.
 #[test]
 fn an_epoch_from_disk_to_anchors() {
     let root = tempfile::tempdir().unwrap();

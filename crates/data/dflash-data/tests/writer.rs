@@ -1,4 +1,4 @@
-//! Datasets as the writer leaves them: content, names, counts, refusals.
+//! Datasets produced by the writer: content, names, counts, refusals.
 
 use std::fs;
 use std::path::Path;
@@ -25,7 +25,7 @@ fn rows_come_back_as_they_went_in() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("data");
     let lengths: Vec<usize> = (0..2500).map(|i| i * 13 % 50).collect();
-    // 1,000 rows of 24.5 tokens are 294 KB, so every batch is a shard of its own.
+    // 1,000 rows of 24.5 tokens are 294 KB, so every batch is a separate shard.
     let options = WriterOptions { shard_bytes: 100_000, ..WriterOptions::default() };
     let summary = write(&dir, options, &lengths).unwrap();
     assert_eq!((summary.rows, summary.shards), (2500, 3));
@@ -110,7 +110,7 @@ fn impossible_rows_are_refused() {
         DatasetWriter::create(&root.path().join("data"), WriterOptions::default()).unwrap();
     let row = |ids: &[i64]| Sample { input_ids: ids.to_vec(), loss_mask: vec![true] };
     let error = writer.push(&row(&[1, 2])).unwrap_err();
-    // The name that the user gave, not that of the directory it is written to first.
+    // The name that the user gave, not that of the temporary directory.
     let named = |error: &Error| matches!(error, Error::MaskLength { row: 0, path, .. } if *path == root.path().join("data"));
     assert!(named(&error), "{error}");
     assert!(matches!(writer.push(&row(&[-1])), Err(Error::TokenId { id: -1, .. })));

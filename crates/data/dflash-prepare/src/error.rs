@@ -1,4 +1,4 @@
-//! What can go wrong between conversations and a dataset.
+//! Errors while turning conversations into a dataset.
 
 use std::path::{Path, PathBuf};
 

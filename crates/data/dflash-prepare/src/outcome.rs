@@ -1,4 +1,4 @@
-//! What happened to the input rows, counted.
+//! Counts what happened to the input rows.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,10 +21,10 @@ pub enum DropReason {
     UnknownRole,
     #[error("a turn without content")]
     NoContent,
-    /// Of a turn, not of a row.
+    /// Counts turns, not rows.
     #[error("assistant turn with neither content nor tool calls")]
     EmptyTurn,
-    /// Of a turn, not of a row: training on it would teach the draft to say nothing.
+    /// Counts turns, not rows: training on one would teach the draft to say nothing.
     #[error("assistant turn of tool calls, which the chat template does not print")]
     UnprintedCalls,
     #[error("refused by the chat template")]

@@ -25,7 +25,6 @@ use crate::source::{self, Record};
 const CHUNK_RECORDS: usize = 64;
 /// A chunk of long conversations ends here.
 const CHUNK_BYTES: u64 = 1 << 18;
-/// Chunks in flight for each worker.
 const CHUNKS_PER_WORKER: usize = 4;
 
 /// What workers need to know.

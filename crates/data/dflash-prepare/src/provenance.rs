@@ -10,7 +10,6 @@ use crate::model::Model;
 use crate::outcome::Tally;
 use crate::source::Source;
 
-/// The file's name.
 pub(crate) const FILE: &str = "dflash_prepare.json";
 
 /// The file's content.

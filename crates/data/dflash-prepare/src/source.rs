@@ -1,4 +1,4 @@
-//! From the arguments of `--data` to records, read one at a time.
+//! Reads the arguments of `--data` as records, one at a time.
 
 mod files;
 mod sample;

@@ -107,7 +107,7 @@ impl Bench {
         self.check_clean();
     }
 
-    /// Neither an output nor anything of ours beside it.
+    /// Checks that neither an output nor a temporary file exists.
     fn check_clean(&self) {
         let names: Vec<String> = fs::read_dir(self.root.path())
             .unwrap()
@@ -400,7 +400,7 @@ fn numbers_that_cannot_work_are_refused() {
     assert!(error.starts_with("--seq-length is 1, but"), "{error}");
 }
 
-/// Shows tools, reasoning and a variable of its own.
+/// Prints tools, reasoning and a custom variable.
 const RICH: &str = "{% if tools %}T{{ tools | length }}{% endif %}{{ style }}\
     {% for m in messages %}<|im_start|>{{ m.role[0] }}:{% if m.reasoning_content %}\
     ({{ m.reasoning_content }}){% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }}\
@@ -507,7 +507,8 @@ fn a_directory_of_files_is_read_in_order() {
     assert_eq!(questions, ['1', '2', '3']);
 }
 
-/// A fault far into the data, behind several chunks in flight, still wins over what came before.
+/// A fault late in the data, behind several chunks in flight, still takes precedence over earlier
+/// output.
 #[test]
 fn a_late_fault_ends_the_run_without_output() {
     let bench = Bench::new(CHATML);

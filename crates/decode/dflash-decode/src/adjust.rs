@@ -1,8 +1,10 @@
-//! What a request does to the target's logits before a token is chosen.
+//! Adjusts the target's logits as a request specifies, before a token is chosen.
 //!
-//! Every row of a block stands behind other tokens, so each is adjusted by those that its own position has
-//! before it, proposals included: the distribution is the one that plain decoding has there, and verification
-//! keeps it. A grammar comes last: what it forbids has no share, and a proposal of it is refused. A draft proposes by its own logits, which costs acceptance and changes no text.
+//! Every row of a block follows different tokens, so each is adjusted by the tokens before its own
+//! position, including proposals: the distribution is that of plain decoding, and verification
+//! preserves it. The grammar is applied last: forbidden tokens get probability 0, so proposals of
+//! them are rejected. A draft proposes from its own logits, which costs acceptance but does not
+//! change the text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,19 +12,18 @@ use tch::{Kind, Tensor};
 
 use crate::grammar::Grammar;
 
-/// Changes of logits, in the order in which they are made (that of vLLM).
+/// Changes of logits, in order of application (as in vLLM).
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogitAdjustments {
     /// Added to the logits of these tokens.
     pub logit_bias: Vec<(i64, f64)>,
-    /// Divisor of the positive logits, and factor of the negative ones, of tokens that prompt or answer
-    /// have; 1 for none.
+    /// Divides positive and multiplies negative logits of tokens in prompt or answer; 1 for none.
     pub repetition_penalty: f64,
-    /// Taken from the logits of the answer's tokens, for each time that it has them.
+    /// Subtracted from logits once per occurrence in the answer.
     pub frequency_penalty: f64,
-    /// Taken from the logits of the answer's tokens, once.
+    /// Subtracted from logits of tokens that occur in the answer.
     pub presence_penalty: f64,
-    /// Tokens before which no end token comes.
+    /// Minimum answer length before an end token is allowed.
     pub min_tokens: usize,
 }
 
@@ -38,22 +39,22 @@ impl Default for LogitAdjustments {
     }
 }
 
-/// The same for a text, with what it has so far.
+/// Adjustments of one text, with its state so far.
 #[derive(Debug)]
 pub(crate) struct Adjuster {
     asked: LogitAdjustments,
-    /// Of each token that has one; looked up for every token that is adjusted.
+    /// Bias by token id.
     bias: BTreeMap<i64, f64>,
     stop_ids: Vec<i64>,
     prompt: BTreeSet<i64>,
-    /// The answer's tokens, and how often it has them.
+    /// Occurrences of each token in the answer.
     answer: BTreeMap<i64, usize>,
     tokens: usize,
     grammar: Option<Grammar>,
 }
 
 impl Adjuster {
-    /// `None` where nothing is asked for.
+    /// `None` if no adjustment is requested.
     pub(crate) fn new(
         (asked, grammar): (LogitAdjustments, Option<Grammar>),
         prompt: &[i64],
@@ -78,7 +79,7 @@ impl Adjuster {
         })
     }
 
-    /// The answer goes on with `tokens`.
+    /// Appends `tokens` to the answer.
     pub(crate) fn take(&mut self, tokens: &[i64]) {
         tokens.iter().for_each(|&id| *self.answer.entry(id).or_default() += 1);
         self.tokens += tokens.len();
@@ -89,15 +90,14 @@ impl Adjuster {
         }
     }
 
-    /// Whether it is not known any more what the grammar allows.
     pub(crate) fn has_failed(&self) -> bool {
         self.grammar.as_ref().is_some_and(Grammar::has_failed)
     }
 
-    /// Logits [B, V] of the position behind the answer so far, and of those behind each of `proposed`: up
-    /// to the first of these that cannot stand there.
+    /// Logits [B, V] for the position after the answer so far and after each of `proposed`, up to
+    /// the first of these that is not allowed.
     pub(crate) fn adjusted(&mut self, logits_bv: &Tensor, proposed: &[i64]) -> Tensor {
-        // A copy: the log-probabilities that a request asks for are those of the logits as they were.
+        // A copy, since requested log-probabilities refer to the original logits.
         let adjusted_bv = logits_bv.to_kind(Kind::Float).copy();
         let mut answer = self.answer.clone();
         let grammar = self.grammar.as_mut();
@@ -106,7 +106,7 @@ impl Adjuster {
         for row in 0..adjusted_bv.size()[0] {
             let (logits_v, allowed) = (adjusted_bv.get(row), allowed.get(row as usize));
             let is_end = allowed.is_some_and(|allowed| allowed.is_end(&self.stop_ids));
-            // Where there is nothing else to say, a text ends however short it is.
+            // If only an end token is allowed, the text may end at any length.
             let tokens = if is_end { usize::MAX } else { self.tokens + row as usize };
             self.adjust(&logits_v, &answer, tokens);
             if let Some(allowed) = allowed {
@@ -119,7 +119,7 @@ impl Adjuster {
         adjusted_bv
     }
 
-    /// Changes the logits `[V]` behind an answer of so many tokens.
+    /// Changes the logits `[V]` after an answer of `tokens` tokens.
     fn adjust(&self, logits_v: &Tensor, answer: &BTreeMap<i64, usize>, tokens: usize) {
         let repetition = self.asked.repetition_penalty;
         let ends = self.stop_ids.iter().filter(|_| tokens < self.asked.min_tokens);
@@ -169,7 +169,7 @@ mod tests {
             presence_penalty: 0.25,
             min_tokens: 4,
         };
-        // The prompt has 0 and 1, the answer 1 twice, and 5 ends it.
+        // The prompt has 0 and 1, the answer 1 twice; 5 is the end token.
         let mut adjuster = Adjuster::new((asked, None), &[0, 1], &[5]).unwrap();
         adjuster.take(&[1]);
         adjuster.take(&[1]);
@@ -179,7 +179,7 @@ mod tests {
         let none = f32::NEG_INFINITY;
         assert_eq!(found[..6], [1.5, -7.25, 1.0, 2.0, 10.0, none]);
         assert_eq!(found[6..12], [1.5, -7.25, -0.25, 2.0, 10.0, none]);
-        // Four tokens are enough.
+        // The minimum of four tokens is reached.
         assert_eq!(found[12..], [1.5, -7.25, -0.25, 0.25, 10.0, 9.0]);
         assert_eq!(logits.double_value(&[0, 0]), 3.0);
         assert!(Adjuster::new((LogitAdjustments::default(), None), &[0], &[5]).is_none());

@@ -1,4 +1,4 @@
-//! One request answered by an engine that holds nothing else.
+//! Answers one request with an otherwise idle engine.
 
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -7,19 +7,19 @@ use crate::Error;
 use crate::engine::{Engine, Finish, Output, Request};
 use crate::limits::check;
 
-/// One answer and how its steps went.
+/// One answer with statistics of its steps.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Generation {
-    /// Its tokens, the end token included where one was made.
+    /// Its tokens, including the end token if generated.
     pub tokens: Vec<i64>,
-    /// Whether an end token was made, rather than the length limit reached.
+    /// Whether it ended with an end token rather than at the length limit.
     pub finished: bool,
     /// Seconds from the prompt to the first token.
     pub prefill_seconds: f64,
     /// Seconds from the first token to the last.
     pub decode_seconds: f64,
-    /// Of each step after the first token, the proposals and how many of them were accepted: not cut by
-    /// the answer's end, and none in a step of plain decoding.
+    /// For each step after the first token, the number of proposals and of accepted ones: not cut
+    /// at the answer's end, and zero for plain steps.
     pub steps: Vec<(usize, usize)>,
 }
 
@@ -29,12 +29,12 @@ impl Generation {
         self.prefill_seconds + self.decode_seconds
     }
 
-    /// Accepted proposals of each step.
+    /// Number of accepted proposals per step.
     pub fn accepted(&self) -> Vec<usize> {
         self.steps.iter().map(|(_, accepted)| *accepted).collect()
     }
 
-    /// Takes what a step made, which took so many seconds.
+    /// Adds a step's output, which took `seconds`.
     pub(crate) fn add(&mut self, output: &Output, seconds: f64) {
         if self.tokens.is_empty() {
             self.prefill_seconds += seconds;
@@ -48,10 +48,10 @@ impl Generation {
     }
 }
 
-/// Runs `request` to its end, or until `take` wants no more. Time that `take` needs is not counted.
+/// Runs `request` to its end, or until `take` returns false. Time spent in `take` is not counted.
 ///
 /// # Errors
-/// [`Error::Interrupted`] when `stop` is set; [`Error::OutOfMemory`]; those of `take`.
+/// [`Error::Interrupted`] when `stop` is set; [`Error::OutOfMemory`]; errors from `take`.
 ///
 /// # Panics
 /// As [`Engine::add`].

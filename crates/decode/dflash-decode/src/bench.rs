@@ -1,7 +1,7 @@
-//! How fast a target decodes, alone and with a drafter.
+//! Measures decoding speed of a target, alone and with a drafter.
 //!
-//! The answers are those of an evaluation, which makes them in turns; here only their speed after the
-//! first token is looked at, since the prompt costs both ways the same.
+//! Uses the answers of an evaluation, which alternates between the two; only the speed after the
+//! first token counts, since the prompt costs both the same.
 
 mod target;
 
@@ -19,9 +19,9 @@ use crate::{DraftSource, Error, EvalReport, evaluate};
 pub struct DecodeReport {
     /// Device and precision, and CPU threads.
     pub device: String,
-    /// The level of the processor's instructions that was in force; `None` on a GPU.
+    /// The CPU instruction-set level in use; `None` on a GPU.
     pub cpu_level: Option<String>,
-    /// Answers made, each way.
+    /// Number of answers per mode.
     pub answers: usize,
     /// Tokens of all speculative answers.
     pub tokens: usize,
@@ -29,26 +29,26 @@ pub struct DecodeReport {
     pub plain: f64,
     /// Speculative greedy decoding, tokens per second.
     pub speculative: f64,
-    /// The same with as many proposals as pay, chosen step by step.
+    /// Speculative greedy decoding with the number of proposals chosen per step, tokens per second.
     pub auto: f64,
     /// Tau: tokens per verify step, over all steps.
     pub acceptance_length: f64,
-    /// Milliseconds of one plain token.
+    /// Milliseconds per plain token.
     pub plain_token_ms: f64,
-    /// Milliseconds of one step: a block drafted, verified, and its accepted context kept.
+    /// Milliseconds per step: drafting a block, verifying it, and extending the context.
     pub step_ms: f64,
-    /// What a step costs, in plain tokens.
+    /// Cost of a step in plain tokens.
     pub step_cost: f64,
-    /// `speculative / (tau * plain)`: 1 where a step costs no more than a plain token.
+    /// `speculative / (tau * plain)`: 1 if a step costs no more than a plain token.
     pub efficiency: f64,
-    /// Answers that are the same token for token both ways.
+    /// Number of answers that are identical in both modes.
     pub identical: usize,
 }
 
-/// Decodes every prompt both ways, in turns, and times it.
+/// Decodes every prompt in both modes, alternating, and measures the time.
 ///
 /// # Errors
-/// As [`evaluate`]; [`dflash_eval::Error::NotLossless`] where the ways differ by more than ties.
+/// As [`evaluate`]; [`dflash_eval::Error::NotLossless`] if texts differ by more than ties.
 pub fn bench_decode(
     settings: &BenchDecodeSettings,
     (target_dir, draft_dir): (&Path, &Path),
@@ -78,7 +78,7 @@ fn as_evaluation(settings: &BenchDecodeSettings) -> EvalSettings {
 impl DecodeReport {
     fn of(report: &EvalReport) -> Self {
         let speed = &report.decode_tokens_per_second;
-        // Without a token after the first there is no such speed: null in JSON.
+        // Without a token after the first there is no speed: null in JSON.
         let [plain, speculative] =
             [speed.median_plain, speed.median_speculative].map(|speed| speed.unwrap_or(f64::NAN));
         let acceptance_length = report.acceptance.acceptance_length;

@@ -1,6 +1,6 @@
-//! How the parts of a block look: what was accepted of the draft, and what was rejected.
+//! Display of a block's accepted and rejected parts.
 
-/// Colors, or the marks of wdiff where there are none.
+/// Colors, or wdiff marks without color support.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Marks {
     pub(crate) colored: bool,
@@ -12,7 +12,7 @@ impl Marks {
         self.around(text, ("\x1b[32m", "\x1b[0m"), ("{+", "+}"))
     }
 
-    /// Red and struck out, or `[-text-]`; on one line, since it is no part of the text's own lines.
+    /// Red and struck through, or `[-text-]`; on one line, being outside the text.
     pub(crate) fn rejected(self, text: &str) -> String {
         let on_one_line = |letter: char| match letter {
             '\n' => '\u{21b5}',

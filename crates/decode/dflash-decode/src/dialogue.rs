@@ -1,8 +1,8 @@
-//! A conversation whose answers are regenerated, turn by turn.
+//! Turn-by-turn regeneration of a conversation's answers.
 //!
 //! Each answer is generated from the turns before it, including earlier regenerated answers but not
-//! the recorded ones. Some recorded assistant turns are kept: a first turn, which answers nothing,
-//! and tool calls whose results follow, because the results answer those very calls.
+//! the recorded ones. Some recorded assistant turns are kept: an initial turn, which answers
+//! nothing, and tool calls whose results follow, because the results belong to those calls.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -30,14 +30,14 @@ pub(crate) struct Dialogue {
     place: (PathBuf, usize),
     /// The turns up to the next answer; empty for a row of token ids.
     messages: Vec<Message>,
-    /// The turns that follow it, up to the next answer and so on.
+    /// The following turns, grouped up to each next answer.
     later: VecDeque<Vec<Message>>,
     tools: Option<Value>,
-    /// Whether the row is a question and nothing else.
+    /// Whether the row is just a question.
     is_question: bool,
     /// The prompt of the next answer.
     ids: Vec<i64>,
-    /// Whether the target generated each token of the prompt so far; shorter than the prompt.
+    /// Whether the target generated each token of the prompt; may be shorter than it.
     mask: Vec<u8>,
     /// Whether every answer in `mask` ended with an end token.
     finished: bool,
@@ -51,7 +51,7 @@ pub(crate) enum Next {
     Answer,
     /// The end.
     Done,
-    /// A premature end: the next turn does not fit, or the template refuses it.
+    /// A premature end: the next turn does not fit, or the template rejects it.
     Shortened,
 }
 
@@ -59,7 +59,7 @@ impl Dialogue {
     /// Reads a row.
     ///
     /// # Errors
-    /// A row that is not understood, or has no question.
+    /// A row that cannot be parsed or has no question.
     pub(crate) fn new(row: &Value, place: Place<'_>, speaker: Speaker<'_>) -> Result<Self, Error> {
         let mut dialogue = Self {
             place: place.owned(),
@@ -139,7 +139,7 @@ impl Dialogue {
         let max_new = speaker.limits.max_new_tokens;
         let prompt = match self.prompt(speaker) {
             Ok(prompt) if fits(&prompt, speaker.config, max_new) => prompt,
-            // The template may refuse an answer.
+            // The template may reject an answer.
             Ok(_) | Err(dflash_chat::Error::Render { .. }) => {
                 self.messages.truncate(answered);
                 self.rows.push(self.row());
@@ -159,7 +159,7 @@ impl Dialogue {
         Ok(Next::Answer)
     }
 
-    /// The rows: one, or one for each stretch of answers that the template does not rewrite.
+    /// The output rows: one, or one per stretch of answers that the template does not rewrite.
     pub(crate) fn into_rows(self) -> Vec<Value> {
         self.rows
     }
@@ -168,8 +168,8 @@ impl Dialogue {
         prompt_ids(speaker.tokenizer, (&self.messages, self.tools.as_ref()), speaker.config)
     }
 
-    /// Renders the whole conversation with placeholder answers: it is better to learn what a
-    /// template refuses before hours of decoding than after.
+    /// Renders the whole conversation with placeholder answers, to detect template errors before
+    /// hours of decoding.
     fn try_later_turns(&self, speaker: Speaker<'_>) -> Result<(), dflash_chat::Error> {
         let mut messages = self.messages.clone();
         for turns in &self.later {
@@ -189,7 +189,7 @@ impl Dialogue {
                 row.insert("question".into(), question.content.clone());
                 row.insert("answer".into(), answer.content.clone());
             }
-            // A row of token ids, whose question is not known as text.
+            // A row of token ids, whose question is not available as text.
             [answer] => {
                 row.insert("answer".into(), answer.content.clone());
             }
@@ -205,7 +205,7 @@ impl Dialogue {
     }
 }
 
-/// The turns before each answer to generate, without the recorded answers that it replaces. Turns
+/// The turns before each answer to generate, without the recorded answers that are replaced. Turns
 /// after the last answer are dropped.
 fn segments(messages: Vec<Message>) -> Vec<Vec<Message>> {
     let asks =
@@ -218,7 +218,7 @@ fn segments(messages: Vec<Message>) -> Vec<Vec<Message>> {
                 let has_results = messages.peek().is_some_and(|next| next.role == Role::Tool);
                 has_results || (done.is_empty() && !asks(&open))
             }
-            // Between two user turns an answer must be generated.
+            // An answer must be generated between two user turns.
             Role::User => {
                 if open.last().is_some_and(|last| last.role == Role::User) {
                     done.push(std::mem::take(&mut open));

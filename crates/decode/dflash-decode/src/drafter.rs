@@ -1,4 +1,4 @@
-//! What drafting needs of the two models: how a block is made, and which tokens it proposes.
+//! A draft combined with its target: builds blocks and proposes tokens.
 
 use dflash_draft::objective::DraftVocabulary;
 use dflash_draft::{BlockShape, Choose, Draft, LmHead, LoadedDraft, ProposalBlock};
@@ -9,14 +9,14 @@ use tch::{Kind, Tensor, no_grad};
 use crate::Error;
 use crate::sampling::{Proposed, Sampler};
 
-/// A draft on its target.
+/// A draft with its target.
 #[derive(Debug)]
 pub(crate) struct Drafter<'a> {
     pub(crate) target: &'a Target,
     pub(crate) draft: &'a Draft,
     /// Embeddings of a block's mask tokens [B-1, H].
     masks_bh: Tensor,
-    /// Output projection of a draft with a vocabulary of its own; else it is the target's.
+    /// Output projection of a draft with a pruned vocabulary; otherwise the target's is used.
     pub(crate) pruned: Option<PrunedHead>,
 }
 
@@ -25,13 +25,13 @@ pub(crate) struct Drafter<'a> {
 pub(crate) struct PrunedHead {
     /// The selected tokens `[v]`, ascending.
     ids_v: Tensor,
-    /// Their columns of the lm_head [H, v].
+    /// Their lm_head columns [H, v].
     lm_head_hv: Tensor,
-    /// These, where few rows are packed.
+    /// The packed columns, if few rows are packed.
     pub(crate) few: Option<PrunedRows>,
 }
 
-/// Refuses to verify so many tokens at a time where the target could not take them back.
+/// Checks that the target can undo a verification of `tokens` tokens.
 ///
 /// # Errors
 /// [`Error::LongBlock`].
@@ -45,8 +45,8 @@ pub(crate) fn check_block(target: &Target, tokens: usize) -> Result<(), Error> {
 
 impl<'a> Drafter<'a> {
     /// # Errors
-    /// [`Error::LongBlock`], and [`Error::Mismatch`] when draft and target differ in size, or the vocabulary was selected from
-    /// another number of tokens; a layer id or mask token that the target does not have.
+    /// [`Error::LongBlock`]; [`Error::Mismatch`] if draft and target differ in size or vocabulary
+    /// size; a layer id or mask token that the target does not have.
     pub(crate) fn new(target: &'a Target, loaded: &'a LoadedDraft) -> Result<Self, Error> {
         check_fit(target, loaded)?;
         let LoadedDraft { draft, vocabulary } = loaded;
@@ -60,26 +60,25 @@ impl<'a> Drafter<'a> {
         Ok(Self { target, draft, masks_bh, pruned })
     }
 
-    /// How the rows of a block are used.
     pub(crate) fn block(&self) -> BlockShape {
         self.draft.config().block()
     }
 
-    /// The embeddings [S*B, H] of a block behind each of `bonus_s` `[S]`.
+    /// Block embeddings [S*B, H] starting with each of `bonus_s` `[S]`.
     pub(crate) fn blocks(&self, bonus_s: &Tensor) -> Tensor {
         let bonus_s1h = self.target.rows(bonus_s).unsqueeze(1);
         let masks_sbh = self.masks_bh.unsqueeze(0).expand([bonus_s.size()[0], -1, -1], false);
         Tensor::cat(&[bonus_s1h, masks_sbh], 1).flatten(0, 1)
     }
 
-    /// The rows [S*n, H] of blocks' states [S*B, H] that predict, of each block the first `n`.
+    /// The predicting rows [S*n, H] of block states [S*B, H]: the first `n` of each block.
     pub(crate) fn predicting(&self, states_nh: &Tensor, n: usize) -> Tensor {
         let BlockShape { rows, first_predicting } = self.block();
         let blocks_sbh = states_nh.unflatten(0, [-1, rows as i64]);
         blocks_sbh.narrow(1, first_predicting as i64, n as i64).flatten(0, 1)
     }
 
-    /// The most likely token `[N]` by each row [N, H] of normed states.
+    /// Argmax token `[N]` for each row [N, H] of normed states.
     pub(crate) fn most_likely(&self, normed_nh: &Tensor) -> Tensor {
         match &self.pruned {
             None => self.target.most_likely_of_normed(normed_nh),
@@ -87,8 +86,8 @@ impl<'a> Drafter<'a> {
         }
     }
 
-    /// Tokens by rows [n, H] of a block's normed states, the first of them behind the token `anchor`,
-    /// chosen by `sampler` at the positions from `first` on.
+    /// Tokens for rows [n, H] of a block's normed states, the first of which follows the token
+    /// `anchor`; chosen by `sampler` for the positions from `first` on.
     pub(crate) fn choose(
         &self,
         normed_nh: &Tensor,
@@ -110,7 +109,7 @@ impl<'a> Drafter<'a> {
         Proposed { ids, shares: (!shares.is_empty()).then(|| Tensor::cat(&shares, 0)) }
     }
 
-    /// Tokens by rows of logits [n, V] over the draft's vocabulary, by the target's ids.
+    /// Tokens, as target ids, for rows of logits [n, V] over the draft's vocabulary.
     fn chosen(&self, logits_nv: &Tensor, sampler: &Sampler, first: usize) -> Proposed {
         if sampler.is_greedy() {
             let best = most_likely(logits_nv);
@@ -135,14 +134,14 @@ impl LmHead for Drafter<'_> {
     }
 }
 
-/// The tokens of a block as its head has them chosen, one after the other.
+/// Tokens that a head chooses one after the other.
 struct Walk<'a> {
     drafter: &'a Drafter<'a>,
     sampler: &'a Sampler,
-    /// Position of the first.
+    /// Position of the first token.
     first: usize,
     ids: Vec<i64>,
-    /// What each was drawn from [1, V], where verification asks for it.
+    /// The distribution of each token [1, V], if verification needs it.
     shares: Vec<Tensor>,
 }
 
@@ -164,7 +163,7 @@ impl PrunedHead {
         Self { ids_v, lm_head_hv, few }
     }
 
-    /// Distributions over the selected tokens as ones over all of the target's, zero elsewhere.
+    /// Expands distributions over the pruned vocabulary to the target's, zero elsewhere.
     fn widen(&self, distributions_bv: &Tensor, target: &Target) -> Tensor {
         let shape = [distributions_bv.size()[0], target.vocab_size()];
         let options = (distributions_bv.kind(), distributions_bv.device());

@@ -3,18 +3,18 @@
 //!
 //! A [`Request`] becomes a `Sequence` with its own caches, sampler and limits. A step chooses how
 //! many tokens to propose for each sequence that has read its prompt (`lengths`), looks them up or
-//! drafts them, takes the next piece of the prompts that are still being read, verifies, keeps the
-//! proposals of each sequence that the target would have emitted itself, and truncates the caches.
+//! drafts them, adds the next pieces of prompts that are still being read, verifies, keeps each
+//! sequence's proposals that the target would have generated itself, and truncates the caches.
 //! Attention and sampling are per sequence, so its text depends on the others only through rounding
-//! in larger products. A step has two forms with the same meaning: packed layers on a CPU
-//! (`packed`) and libtorch's operations otherwise (`tensors`); both end in the same code that
-//! compares proposals with the target's tokens. A prompt that begins like another sequence, running
-//! or recently ended (`prefixes`), starts from a copy of its cache.
+//! in larger products. A step has two equivalent implementations: packed layers on a CPU (`packed`)
+//! and libtorch operations otherwise (`tensors`); both use the same code to compare proposals with
+//! the target's tokens. A prompt with the same beginning as another sequence, running or recently
+//! ended (`prefixes`), starts from a copy of its cache.
 //!
-//! There are two ways to verify sampled tokens. Where lengths depend on measured times, texts must
-//! not: a token's random numbers depend only on the seed and the position, target and draft draw
-//! with the same ones, and a differing proposal is rejected. Where lengths are fixed, rejection
-//! sampling accepts more, as in other engines, and the text depends on the draft.
+//! Sampled tokens are verified in one of two ways. If the number of proposals depends on measured
+//! times, texts must not: a token's random numbers depend only on seed and position, target and
+//! draft draw with the same ones, and a differing proposal is rejected. If the number is fixed,
+//! rejection sampling accepts more, as in other engines, and the text depends on the draft.
 
 mod lengths;
 mod packed;
@@ -45,10 +45,10 @@ pub use self::request::{
     Block, EngineOptions, Finish, Logprob, NewToken, Output, Request, SequenceId,
 };
 
-/// Fewer tokens than this are not worth a copy.
+/// Minimum number of common tokens worth copying.
 const LEAST_REUSE: usize = 16;
-/// Memory of ended sequences' caches that is kept for the next ones: to ask the operating system for the
-/// same pages again takes as long as many steps of a small target.
+/// Limit of cache memory kept from ended sequences for reuse: requesting the same pages again from
+/// the operating system takes as long as many steps of a small target.
 const SPARE_BYTES: usize = 64 << 20;
 
 /// Decodes sequences together.
@@ -59,45 +59,44 @@ pub struct Engine<'a> {
     lengths: Lengths,
     packed: Option<Packed<'a>>,
     options: EngineOptions,
-    /// In the order in which they came.
+    /// In order of arrival.
     sequences: Vec<Sequence>,
-    /// Sequences that rest: no step is theirs, and they take no place.
+    /// Suspended sequences, which take part in no step and occupy no place.
     resting: Vec<Sequence>,
     prefixes: Prefixes,
-    /// Caches of ended sequences, emptied, for the next ones.
+    /// Empty caches of ended sequences, for reuse.
     spare: Vec<(KvCache, Option<ContextCache>)>,
     next_id: u64,
 }
 
-/// A sequence that is past its prompt, before its step.
+/// Work of one step for a sequence past its prompt.
 #[derive(Debug)]
 struct Plan {
-    /// Which sequence.
+    /// Index of the sequence.
     at: usize,
-    /// Its last token, which no cache holds yet, and what is proposed behind it.
+    /// Its last token, which is not cached yet, and the proposals after it.
     ids: Vec<i64>,
-    /// How many tokens a draft is to propose.
+    /// Number of tokens to draft.
     drafted: usize,
-    /// The distributions [drafted, V] that these were drawn from, where their verification asks for them.
+    /// The distributions [drafted, V] of the proposals, if verification needs them.
     shares: Option<Tensor>,
 }
 
 impl Plan {
-    /// Rows of the target's pass.
+    /// Rows in the target's pass.
     fn rows(&self) -> usize {
-        // What is drafted is among the tokens once it is known.
+        // Drafted tokens are added once they are known.
         self.ids.len().max(1 + self.drafted)
     }
 }
 
 impl<'a> Engine<'a> {
-    /// An engine of `target` with what proposes its tokens. Where their number is to be chosen, it times a
-    /// few passes.
+    /// Creates an engine for `target` with a proposer. If the number of proposals is chosen
+    /// automatically, it times a few passes.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when draft and target differ in size, or the draft's vocabulary was selected from
-    /// another number of tokens; a layer id or mask token that the target does not have;
-    /// [`Error::LongBlock`]; [`Error::OutOfMemory`].
+    /// [`Error::Mismatch`] if draft and target differ in size or vocabulary size; a layer id or
+    /// mask token that the target does not have; [`Error::LongBlock`]; [`Error::OutOfMemory`].
     pub fn new(
         target: &'a Target,
         proposals: Proposals<'a>,
@@ -127,12 +126,12 @@ impl<'a> Engine<'a> {
         Ok(engine)
     }
 
-    /// Sequences that have a place.
+    /// Number of active sequences.
     pub fn len(&self) -> usize {
         self.sequences.len()
     }
 
-    /// Whether no sequence has a place.
+    /// Whether there is no active sequence.
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -142,28 +141,28 @@ impl<'a> Engine<'a> {
         self.len() < self.options.max_sequences
     }
 
-    /// Proposals of a block at most; 0 where nothing proposes.
+    /// Maximum proposals per block; 0 without a proposer.
     pub fn proposals(&self) -> usize {
         self.lengths.most()
     }
 
-    /// Seconds of a step of so many sequences with no proposals each, one and so on, by the passes made so
-    /// far; nothing where the number is not chosen by them.
+    /// Predicted seconds of a step of `sequences` sequences with 0, 1, ... proposals each, from the
+    /// passes so far; empty if the number of proposals is not chosen automatically.
     pub fn step_seconds(&self, sequences: usize) -> Vec<f64> {
         self.lengths.step_seconds(sequences)
     }
 
-    /// Bytes of all keys and values: of the sequences, and of finished ones that are kept.
+    /// Bytes of keys and values: of sequences, and of retained finished ones.
     pub fn cache_bytes(&self) -> (usize, usize) {
         let held = self.sequences.iter().chain(&self.resting);
         (held.map(Sequence::cache_bytes).sum(), self.prefixes.bytes())
     }
 
-    /// Adds a sequence; [`Self::step`] tells what becomes of it.
+    /// Adds a sequence, whose output [`Self::step`] returns.
     ///
     /// # Panics
-    /// When there is no room, the prompt is empty, or prompt and answer together exceed
-    /// the longest sequence: bugs of the caller.
+    /// If there is no room, the prompt is empty, or prompt and answer together exceed the maximum
+    /// sequence length: bugs of the caller.
     pub fn add(&mut self, request: Request) -> SequenceId {
         let (prompt, new) = (request.prompt.len(), request.max_new_tokens);
         assert!(self.has_room(), "{} sequences are all that fit", self.options.max_sequences);
@@ -175,16 +174,16 @@ impl<'a> Engine<'a> {
         );
         let id = SequenceId::numbered(self.next_id);
         self.next_id += 1;
-        // Whether it drafts changes no text.
+        // Drafting does not affect the text.
         let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);
         let request = Request { speculative: drafts, ..request };
-        // Where there is no memory, the pass that needs the rows says so: it can drop its sequences.
+        // If memory is short, the pass fails instead and can drop its sequences.
         let caches = catch_oom(|| self.new_caches(&request));
         let draft = self.proposer.draft().filter(|_| request.speculative);
         let caches = caches.unwrap_or_else(|_| empty_caches(self.target, draft, 0));
         let rule = match draft.is_some() && !self.lengths.is_auto() {
             true => AcceptanceRule::Rejection,
-            // Lengths that are chosen by a clock must not change the text.
+            // Lengths chosen by timing must not affect the text.
             false => AcceptanceRule::Coupled,
         };
         let mut sequence = Sequence::new(id, request, self.target, caches);
@@ -193,7 +192,7 @@ impl<'a> Engine<'a> {
         id
     }
 
-    /// Drops a sequence before its end. One that has ended is gone already.
+    /// Drops a sequence. No effect if it has ended.
     pub fn remove(&mut self, id: SequenceId) {
         if let Some(at) = self.sequences.iter().position(|sequence| sequence.id == id) {
             let sequence = self.sequences.remove(at);
@@ -204,18 +203,17 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Lets a sequence rest, which gives its place to another one. It keeps its caches, so that what it
-    /// says does not depend on how often it rests.
+    /// Suspends a sequence and frees its place. Its caches stay, so its text is unaffected.
     pub fn rest(&mut self, id: SequenceId) {
         if let Some(at) = self.sequences.iter().position(|sequence| sequence.id == id) {
             self.resting.push(self.sequences.remove(at));
         }
     }
 
-    /// Gives a sequence that rests a place again.
+    /// Resumes a suspended sequence.
     ///
     /// # Panics
-    /// When there is no room: a bug of the caller.
+    /// If there is no room: a bug of the caller.
     pub fn wake(&mut self, id: SequenceId) {
         assert!(self.has_room(), "{} sequences are all that fit", self.options.max_sequences);
         if let Some(at) = self.resting.iter().position(|sequence| sequence.id == id) {
@@ -223,7 +221,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Empty caches for a sequence: those of one that has ended, where they have room.
+    /// Empty caches for a sequence; reuses those of an ended one if large enough.
     fn new_caches(&mut self, request: &Request) -> (KvCache, Option<ContextCache>) {
         let capacity = first_capacity(request, request.prompt.len());
         let draft = self.proposer.draft().filter(|_| request.speculative);
@@ -236,7 +234,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Keeps the caches of a sequence that has ended: for prompts that begin as it does, and emptied.
+    /// Keeps an ended sequence's caches: a prefix copy for later prompts, and the emptied memory.
     fn retire(&mut self, mut sequence: Sequence) {
         if let Some(packed) = self.packed.as_mut().filter(|_| self.options.prefix_bytes > 0) {
             packed.catch_up(std::slice::from_mut(&mut sequence), &[0]);
@@ -256,16 +254,16 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// One pass of the target, and of the draft where it proposes. Returns what came of it for every
-    /// sequence that has new tokens; nothing while prompts are being read.
+    /// One pass of the target, and of the draft if it proposes. Returns the output of every
+    /// sequence with new tokens; nothing while prompts are being read.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]: every sequence is dropped then, those that rest and the caches that were kept
-    /// included.
+    /// [`Error::OutOfMemory`]: then every sequence is dropped, including suspended ones and
+    /// retained caches.
     pub fn step(&mut self) -> Result<Vec<Output>, Error> {
         let sequences = self.len();
         catch_oom(|| self.pass()).map_err(|reason| {
-            // The pass may have ended anywhere: what the caches hold is not known.
+            // The pass may have stopped anywhere, so the caches' content is unknown.
             self.sequences.clear();
             self.resting.clear();
             self.prefixes.clear();
@@ -302,7 +300,7 @@ impl<'a> Engine<'a> {
                 true => self.proposer.most_behind(sequence.tokens()),
                 false => 0,
             };
-            // The last tokens need no more; fixed lengths stay what they are, as their figures do.
+            // The last tokens need fewer proposals; fixed lengths and their statistics stay as set.
             let most = if self.lengths.is_auto() { most.min(sequence.room() - 1) } else { most };
             Choice { at, acceptance: sequence.acceptance, most, proposals: 0, saving: 0.0 }
         };
@@ -319,7 +317,7 @@ impl<'a> Engine<'a> {
         Plan { at, ids, drafted, shares: None }
     }
 
-    /// Carries `plans` out and reads pieces of prompts.
+    /// Executes `plans` and reads pieces of prompts.
     fn run(&mut self, plans: Vec<Plan>, prompts: Vec<Turn>) -> Vec<Output> {
         let models = (self.target, &self.proposer);
         let is_few = |plan: &Plan| self.packed.as_ref().is_some_and(|packed| packed.takes(plan));
@@ -341,7 +339,7 @@ impl<'a> Engine<'a> {
         outputs
     }
 
-    /// Keeps the caches of sequences whose prompts have come to where others part from them.
+    /// Keeps the caches of sequences that have reached the end of a prefix shared with others.
     fn keep_stopped(&mut self, reading: &[usize]) {
         for &at in reading {
             let sequence = &self.sequences[at];
@@ -351,9 +349,9 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The next pieces of prompts, as far as a step goes. Those that have least left come first and each
-    /// takes an equal share at most of what is left for it and those behind it, so that a short prompt does
-    /// not wait for the long ones before it.
+    /// The next pieces of prompts within a step's budget. Prompts with the fewest remaining tokens
+    /// come first, and each gets at most an equal share of the rest, so that a short prompt does
+    /// not wait for longer ones before it.
     fn prefill_turns(&mut self) -> Vec<Turn> {
         let left = |one: &Sequence| one.prompt_tokens().saturating_sub(one.cache.len());
         let mut reading = Vec::new();
@@ -382,12 +380,12 @@ impl<'a> Engine<'a> {
         turns
     }
 
-    /// Before a prompt's first piece: copies what another sequence has of it already. False while an
-    /// earlier one is just reading more of it than can be copied now.
+    /// Before a prompt's first piece: copies the prefix that another sequence has cached. Returns
+    /// false while an earlier sequence is still reading more of it than can be copied now.
     ///
-    /// Where layers carry a state, caches can be copied at few lengths. Another sequence that has not
-    /// come so far yet stops where the prompts part; where it has, this one stops there, and its caches
-    /// are kept for the next.
+    /// If layers carry a state, caches can only be copied at few lengths. If the other sequence has
+    /// not yet reached the point where the prompts diverge, it stops there; otherwise this one
+    /// does, and its caches are kept for the next.
     fn begin(&mut self, at: usize) -> bool {
         if self.sequences[at].begun || self.sequences[at].is_whole {
             return true;
@@ -399,7 +397,7 @@ impl<'a> Engine<'a> {
             return false;
         }
         let (sequences, sequence) = (&self.sequences, &self.sequences[at]);
-        // At least the last token is read: its state gives the first one of the answer.
+        // At least the last token is read, since its state gives the answer's first token.
         let prompt = &sequence.tokens()[..sequence.prompt_tokens() - 1];
         let drafts = sequence.context.is_some();
         let others = || sequences.iter().filter(|other| other.id != sequence.id && !other.is_whole);
@@ -434,8 +432,8 @@ impl<'a> Engine<'a> {
         true
     }
 
-    /// An earlier sequence that is reading what a prompt begins with, and how many tokens they share, if
-    /// these are more than can be copied now.
+    /// An earlier sequence that is reading a longer common prefix than can be copied now, and the
+    /// length of that prefix.
     fn worth_waiting(&mut self, at: usize) -> Option<(usize, usize)> {
         let (sequences, sequence) = (&self.sequences, &self.sequences[at]);
         let prompt = &sequence.tokens()[..sequence.prompt_tokens() - 1];
@@ -455,7 +453,8 @@ impl<'a> Engine<'a> {
             .filter(|(_, other)| reading(other))
             .map(|(number, other)| {
                 let shared = common(prompt, &other.tokens()[..other.prompt_tokens()]);
-                // What it has read beyond, its caches have as far as they can be copied.
+                // Tokens read beyond the prefix are already in its caches as far as they can be
+                // copied.
                 (number, if other.cache.len() <= shared { shared } else { 0 })
             })
             .max_by_key(|(_, shared)| *shared)?;
@@ -463,13 +462,13 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// Keeps what the caches of a sequence hold for prompts that begin so.
+/// Keeps a sequence's caches as a prefix for later prompts.
 fn keep_caches(prefixes: &mut Prefixes, sequence: &Sequence, models: (&Target, Option<&Draft>)) {
     if sequence.is_whole {
         return;
     }
     let keep = || no_grad(|| prefixes.insert(sequence.held(), sequence.caches(), models));
-    // Without memory for a copy there is none to keep the others either.
+    // If there is no memory for a copy, the others are dropped too.
     if catch_oom(keep).is_err() {
         prefixes.clear();
     }

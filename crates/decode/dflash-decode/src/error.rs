@@ -1,18 +1,18 @@
-//! What can go wrong between a file of prompts and a report.
+//! Errors of decoding, from reading prompts to writing reports.
 #![allow(missing_docs, reason = "the messages say it")]
 
 use std::path::PathBuf;
 
-/// Errors name the file and line (counted from 1), or the two models that do not fit.
+/// Errors name the file and line (counted from 1), or the two models that do not match.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A setting that this machine cannot honour.
+    /// A setting that this machine does not support.
     #[error(transparent)]
     Setting(#[from] dflash_settings::Invalid),
     /// Target or draft cannot be loaded.
     #[error(transparent)]
     Model(#[from] dflash_tensor::Error),
-    /// What a target or draft is cannot be read.
+    /// A model's identity cannot be determined.
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
     #[error(
@@ -22,14 +22,13 @@ pub enum Error {
     /// The tokenizer or the data file cannot be read.
     #[error(transparent)]
     Text(#[from] dflash_chat::Error),
-    /// A set of prompts is not known, or cannot be fetched or read; or a report cannot be written, or
-    /// compared with its baseline.
+    /// A prompt set is unknown or cannot be read, or a report cannot be written or compared.
     #[error(transparent)]
     Evaluation(#[from] dflash_eval::Error),
     /// A result cannot be written.
     #[error(transparent)]
     Write(#[from] dflash_io::Error),
-    /// A row of the data file is not a conversation we understand, or cannot be rendered.
+    /// A row of the data file is not a supported conversation, or cannot be rendered.
     #[error("{path}:{line}: {source}")]
     Row { path: PathBuf, line: usize, source: dflash_chat::Error },
     #[error("{path}:{line}: the row has no user turn to answer")]
@@ -101,7 +100,7 @@ pub enum Error {
     UnknownSpelling,
     #[error("the target has no end token, so its answers cannot be constrained to a format")]
     NoEndToken,
-    /// A grammar cannot be taken, in the words of what reads it.
+    /// A grammar was rejected; the reason comes from its parser.
     #[error("{reason}")]
     Grammar { reason: String },
     /// The user stopped the run.
@@ -110,7 +109,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether an output of other making is in the way.
+    /// Whether an existing output made with other settings is in the way.
     pub(crate) fn is_other_output(&self) -> bool {
         matches!(
             self,

@@ -1,8 +1,7 @@
-//! Measuring drafts: real speculative decoding beside plain decoding of the same prompts.
+//! Evaluates drafts: speculative decoding against plain decoding of the same prompts.
 //!
-//! One answer at a time, all ways to decode alternate answer by answer, and which goes first
-//! alternates too, so that a machine that warms up or is shared slows them alike. Several at a time,
-//! they alternate by parts of a set.
+//! At concurrency 1, modes alternate answer by answer and in changing order, so that warm-up and
+//! machine load affect them equally. At higher concurrency they alternate by parts of a set.
 
 mod drafts;
 mod measurement;
@@ -33,13 +32,13 @@ use drafts::Drafts;
 use measurement::Measurement;
 use together::Together;
 
-/// Decodes every prompt plainly and with each draft, and reports. Writes the files that are asked for,
-/// and keeps each draft's figures beside it where it is a checkpoint of a run.
+/// Decodes every prompt plainly and with each draft, and reports. Writes the requested files, and
+/// stores each draft's results with its checkpoint if it is a run's.
 ///
-/// The report's [`EvalReport::check`] says whether the texts agree.
+/// [`EvalReport::check`] on the report checks that the texts agree.
 ///
 /// # Errors
-/// Models or prompts that cannot be loaded or do not fit each other; [`Error::Interrupted`].
+/// Models or prompts that cannot be loaded or do not match; [`Error::Interrupted`].
 pub fn evaluate(
     settings: &EvalSettings,
     (target_dir, sources): (&Path, &[DraftSource]),
@@ -69,7 +68,7 @@ pub fn evaluate(
         ..Facts::default()
     };
     let mut report = EvalReport::new(facts, results);
-    // The report is written even if the baseline has nothing in common with it.
+    // The report is written even if it shares nothing with the baseline.
     let compared = settings.baseline.as_ref().map_or(Ok(()), |baseline| report.compare(baseline));
     write(&report, settings)?;
     if !settings.no_record {
@@ -79,14 +78,13 @@ pub fn evaluate(
     Ok(report)
 }
 
-/// Device and precision, and CPU threads: `cpu (avx2), float32, 2 threads`.
+/// Device, precision and CPU threads: `cpu (avx2), float32, 2 threads`.
 fn described(device: Device, dtype: Kind, cpu_level: Option<CpuLevel>) -> String {
     let level = cpu_level.map_or_else(String::new, |level| format!(" ({level})"));
     let (device, dtype) = (device_name(device), kind_name(dtype));
     format!("{device}{level}, {dtype}, {} threads", tch::get_num_threads())
 }
 
-/// The sets that the settings name, with their rows.
 fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSet, Rows)>, Error> {
     let hub = Hub::from_env();
     let read = |set: PromptSet| {
@@ -96,7 +94,7 @@ fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSe
     locate(&settings.prompts)?.into_iter().map(read).collect()
 }
 
-/// The prompts of a set, as the target is asked in one mode of thinking.
+/// The prompts of a set in one thinking mode.
 struct Asked<'a> {
     set: &'a str,
     thinking: Thinking,
@@ -105,7 +103,7 @@ struct Asked<'a> {
     skipped: usize,
 }
 
-/// Renders all prompts before the first is answered: what is wrong with one is known early.
+/// Renders all prompts before the first is answered, so that errors show early.
 fn ask<'a>(
     settings: &EvalSettings,
     (target_dir, config): (&Path, &TargetConfig),
@@ -142,7 +140,7 @@ fn tokenizer(target_dir: &Path, thinking: Thinking) -> Result<ChatTokenizer, Err
     Ok(tokenizer)
 }
 
-/// Answers everything: each mode of thinking, each set in it, each temperature.
+/// Runs all modes: each thinking mode, set and temperature.
 fn measure(
     settings: &EvalSettings,
     (target, drafts): (&Target, &Drafts),
@@ -195,14 +193,14 @@ fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, 
     let mut answers = 0;
     together.measure(stop, || {
         answers += 1;
-        // Later turns are answers too, whose number is not known before.
+        // Later turns also count as answers; their number is not known in advance.
         let shown = answers.min(rows as u64);
         progress
             .update(shown, format!("{} {}: {answers} answers", together.asked.set, together.mode));
     })
 }
 
-/// The seed of a row's turn: each answer draws numbers of its own.
+/// Seed of a row's turn, so that answers use different random numbers.
 fn seed_of(seed: u64, (row, turn): (usize, usize)) -> u64 {
     seed.wrapping_add(((row as u64) << 16) + turn as u64)
 }
@@ -220,7 +218,7 @@ fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {
     }
 }
 
-/// High-water marks since the process began.
+/// Peak memory since the process started.
 fn peak_memory(device: Device) -> Memory {
     const MIB: f64 = 1024.0 * 1024.0;
     let device_bytes = match device {

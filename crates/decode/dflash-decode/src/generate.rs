@@ -1,4 +1,4 @@
-//! Answers in the terminal: one prompt, or a conversation turn by turn, shown while they are made.
+//! Interactive generation: one prompt, or a conversation turn by turn, streamed to the terminal.
 
 use std::io::Write;
 use std::sync::atomic::AtomicBool;
@@ -15,29 +15,29 @@ use crate::models::Models;
 use crate::sampling::Sampling;
 use crate::text::TextStream;
 
-/// Tokens of a prompt that are read between two looks at the stop flag.
+/// Prompt tokens processed between two checks of the stop flag.
 const PREFILL_TOKENS: usize = 512;
-/// Fewer than are kept for prompts that begin alike.
+/// Below the minimum length of a retained prefix.
 const WARM_UP_TOKENS: usize = 14;
-/// Memory for the turns so far, so that each is read once.
+/// Memory for prefixes, so that each turn is read once.
 const PREFIX_BYTES: usize = 1 << 30;
 
-/// What a generation showed.
+/// Statistics of a generation.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GenerateSummary {
-    /// Tokens made, end tokens included.
+    /// Generated tokens, including end tokens.
     pub tokens: usize,
     /// Seconds from a prompt to its last token.
     pub seconds: f64,
-    /// Blocks verified.
+    /// Number of verified blocks.
     pub steps: usize,
-    /// Proposals accepted.
+    /// Number of accepted proposals.
     pub accepted: usize,
-    /// Plain decoding of the same prompts, where it was measured.
+    /// Plain decoding of the same prompts, if measured.
     pub plain: Option<PlainSpeed>,
 }
 
-/// What plain decoding took for as many tokens.
+/// Time of plain decoding for as many tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlainSpeed {
     /// Tokens made.
@@ -73,22 +73,22 @@ pub struct Conversation<'a> {
     models: &'a Models,
     settings: &'a GenerateSettings,
     engine: Engine<'a>,
-    /// For the speed of plain decoding: keeps nothing, so that it reads every prompt.
+    /// Measures plain decoding; keeps no prefixes, so it reads every prompt.
     plain: Engine<'a>,
     messages: Vec<Message>,
     colored: bool,
     summary: GenerateSummary,
     /// Whether the last answer ended at --max-new-tokens, not by itself.
     was_cut: bool,
-    /// The answer to the last turn as far as its reader has seen it, until it is among `messages`.
+    /// The displayed part of the last answer, until it is added to `messages`.
     shown: Option<String>,
 }
 
 impl<'a> Conversation<'a> {
-    /// An empty one; blocks are shown in colors if `colored`.
+    /// An empty conversation; blocks are shown in colors if `colored`.
     ///
     /// # Errors
-    /// Models that do not fit each other.
+    /// Models that do not match.
     pub fn new(
         models: &'a Models,
         settings: &'a GenerateSettings,
@@ -117,7 +117,7 @@ impl<'a> Conversation<'a> {
         })
     }
 
-    /// What the answers so far showed.
+    /// Statistics of the answers so far.
     pub fn summary(&self) -> GenerateSummary {
         self.summary
     }
@@ -127,11 +127,12 @@ impl<'a> Conversation<'a> {
         self.was_cut
     }
 
-    /// Answers `text`, which becomes the next turn, and writes the answer to `out` while it is made.
+    /// Appends `text` as the next turn and streams the answer to `out`.
     ///
     /// # Errors
-    /// A prompt that leaves no room for an answer, or that the template refuses; an output that
-    /// cannot be written; [`Error::Interrupted`], after which what was said stays in the conversation.
+    /// A prompt that leaves no room for an answer or is rejected by the template; an output that
+    /// cannot be written; [`Error::Interrupted`], after which the displayed text stays in the
+    /// conversation.
     pub fn answer(
         &mut self,
         text: &str,
@@ -143,7 +144,7 @@ impl<'a> Conversation<'a> {
         let answered = self.try_answer(text, out, stop);
         match self.shown.take() {
             Some(answer) => self.messages.push(Message::text(Role::Assistant, answer)),
-            // The turn is taken back, so that another one can be tried.
+            // Removes the turn, so that another can be tried.
             None => drop(self.messages.pop()),
         }
         answered
@@ -177,7 +178,7 @@ impl<'a> Conversation<'a> {
         let tokens = made.tokens.len();
         self.was_cut = !made.finished && tokens >= self.settings.max_new_tokens;
         let (text, steps, accepted) = shown.finish()?;
-        // Whatever becomes of the timing that follows.
+        // Kept even if the timing below fails.
         self.shown = Some(text);
         self.summary.tokens += tokens;
         self.summary.seconds += made.seconds();
@@ -212,7 +213,7 @@ impl<'a> Conversation<'a> {
         Ok(Request::new(&prompt, &limits, sampling, settings.seed))
     }
 
-    /// A few untimed tokens each way: the first passes allocate, and fill caches.
+    /// A few untimed tokens per mode: the first passes allocate memory and fill caches.
     fn warm_up(&mut self, request: &Request, stop: &AtomicBool) -> Result<(), Error> {
         let prompt = request.prompt[..1].to_vec();
         let few = request.max_new_tokens.min(WARM_UP_TOKENS);
@@ -221,7 +222,7 @@ impl<'a> Conversation<'a> {
         answer(&mut self.plain, request, stop, |_| Ok(true)).map(drop)
     }
 
-    /// Times the target alone on the same prompt, for as many tokens.
+    /// Times plain decoding of the same prompt for as many tokens.
     fn measure_plain(&mut self, request: Request, stop: &AtomicBool) -> Result<(), Error> {
         let request = Request { stop_ids: Vec::new(), ..request };
         let made = answer(&mut self.plain, request, stop, |_| Ok(true))?;
@@ -232,7 +233,7 @@ impl<'a> Conversation<'a> {
     }
 }
 
-/// An answer on its way to its reader.
+/// An answer being displayed.
 struct Shown<'a> {
     models: &'a Models,
     stream: TextStream<'a>,
@@ -255,7 +256,7 @@ impl<'a> Shown<'a> {
         Self { models, stream, stop_ids, marks, out, answer, steps: 0, accepted: 0 }
     }
 
-    /// Shows what a step made. False once a stop string has come.
+    /// Shows a step's output. Returns false after a stop string.
     fn add(&mut self, output: Output) -> Result<bool, Error> {
         let block = output.block.unwrap_or_default();
         self.steps += usize::from(!block.proposed.is_empty());
@@ -277,7 +278,7 @@ impl<'a> Shown<'a> {
         Ok(!self.stream.has_stopped())
     }
 
-    /// The text that tokens make certain.
+    /// The text that `tokens` complete.
     fn text(&mut self, tokens: &[NewToken]) -> Result<String, Error> {
         let mut text = String::new();
         for token in tokens.iter().filter(|token| !self.stop_ids.contains(&token.id)) {
@@ -286,7 +287,7 @@ impl<'a> Shown<'a> {
         Ok(text)
     }
 
-    /// Shows the rest. Returns the answer, the blocks verified and the proposals accepted.
+    /// Shows the rest. Returns the answer, the verified blocks and the accepted proposals.
     fn finish(mut self) -> Result<(String, usize, usize), Error> {
         let rest = self.stream.finish()?;
         self.write(&format!("{rest}\n"))?;

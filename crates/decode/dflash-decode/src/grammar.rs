@@ -1,10 +1,10 @@
-//! Answers held to a grammar: which tokens may come next.
+//! Grammar-constrained answers: which tokens may come next.
 //!
-//! A grammar speaks of bytes, and a token of the vocabulary is allowed where its bytes can go on. All
-//! tokens that spell the same are allowed alike: nothing is forced, so what is left of the target's
-//! distribution is its own, renormalised. End tokens come where the grammar is complete. llguidance does
-//! the parsing; what it may take for a grammar, for a state of it and for the tokens of one position is
-//! bounded, since grammars come from whoever sends a request.
+//! A grammar is defined over bytes, and a token is allowed if its bytes can continue the text. All
+//! tokens with the same spelling are allowed alike: nothing is forced, so the remaining target
+//! distribution is just renormalised. End tokens are allowed where the grammar is complete.
+//! llguidance does the parsing; its limits per grammar, state and position are bounded, since
+//! grammars come from clients.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use tch::Tensor;
 
 use crate::Error;
 
-/// States of a grammar's lexer, one or two kilobytes each. Schemas of hundreds of fields have some
-/// thousands.
+/// Maximum lexer states of a grammar, one or two kilobytes each. Schemas with hundreds of fields
+/// have some thousands.
 const MOST_STATES: usize = 20_000;
-/// Symbols of a grammar.
+/// Maximum symbols of a grammar.
 const MOST_SYMBOLS: usize = 100_000;
-/// Bytes of a token that an answer under a grammar may have: longer ones are runs of blanks.
+/// Maximum bytes of a token under a grammar; longer tokens are runs of whitespace.
 const LONGEST_TOKEN: usize = 256;
-/// Blanks between two marks of JSON. Without a bound a model that cannot decide says them for ever.
+/// Whitespace between JSON tokens. Without a bound an undecided model emits it forever.
 const BLANKS: &str = r"[\x20\x0A\x0D\x09]{1,32}";
-/// Characters of a reason.
+/// Maximum length of a reason in characters.
 const LONGEST_REASON: usize = 400;
 
-/// What a grammar is made from.
+/// Source of a grammar.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GrammarSource {
     /// JSON that satisfies a schema.
@@ -39,12 +39,12 @@ pub enum GrammarSource {
     Lark(String),
 }
 
-/// A target's tokens as grammars see them. Made once, for all grammars.
+/// A target's vocabulary as grammars need it. Built once for all grammars.
 pub struct GrammarVocabulary {
     factory: ParserFactory,
 }
 
-/// A grammar, and how far an answer has come in it.
+/// A grammar with the state of one answer.
 #[derive(Clone)]
 pub struct Grammar {
     matcher: Matcher,
@@ -59,7 +59,7 @@ impl GrammarSource {
         Self::JsonSchema(json!({"type": "object"}))
     }
 
-    /// JSON by a schema, as a part of a grammar in Lark.
+    /// A JSON schema as a part of a Lark grammar.
     pub fn json_literal(schema: &Value) -> String {
         format!("%json {}", bounded(schema))
     }
@@ -72,10 +72,10 @@ impl GrammarSource {
     }
 }
 
-/// The schema with bounded runs of blanks.
+/// The schema with bounded whitespace.
 fn bounded(schema: &Value) -> Value {
     let mut schema = match schema {
-        // Anything at all, which has no place for options.
+        // Accepts any JSON and has no place for options.
         Value::Bool(true) => json!({}),
         schema => schema.clone(),
     };
@@ -86,7 +86,7 @@ fn bounded(schema: &Value) -> Value {
 }
 
 impl GrammarVocabulary {
-    /// The vocabulary of a target with so many rows, whose answers end with one of `end_ids`.
+    /// The vocabulary of a target with `rows` embedding rows and the end tokens `end_ids`.
     ///
     /// # Errors
     /// [`Error::UnknownSpelling`], [`Error::NoEndToken`]; [`Error::Grammar`] from llguidance.
@@ -118,22 +118,22 @@ impl GrammarVocabulary {
         Ok(Self { factory })
     }
 
-    /// Takes up to seconds, and much stack, for a source made to that end; and far more for one in which a
-    /// string has to match a dozen patterns at once, or a number to be a multiple of a large one.
+    /// Compiles a grammar. A hostile source can take seconds and much stack, and far more if a
+    /// string must match a dozen patterns at once or a number must be a multiple of a large one.
     ///
     /// # Errors
-    /// [`Error::Grammar`]: a source that is not understood or too large, or one that nothing satisfies.
+    /// [`Error::Grammar`]: a source that does not parse, is too large, or cannot be satisfied.
     pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, Error> {
         let parser = self.factory.create_parser(source.top_level());
         let mut matcher = Matcher::new(Ok(parser.map_err(|error| refused(&error))?));
-        // What is too large at once is told at once.
+        // Report grammars that are too large right away.
         matcher.compute_mask().map_err(|error| refused(&error))?;
         Ok(Grammar { matcher })
     }
 }
 
-/// The bytes of a token, none where no answer may have it. Marks are told from text by a byte that no
-/// text has.
+/// The bytes of a token; empty if no answer may contain it. A byte that never occurs in text marks
+/// special tokens.
 fn word(tokenizer: &ChatTokenizer, id: u32) -> Vec<u8> {
     match tokenizer.token(id) {
         Some((name, TokenUse::Special)) => marked(&name),
@@ -149,7 +149,7 @@ fn marked(name: &str) -> Vec<u8> {
     [&[TokTrie::SPECIAL_TOKEN_MARKER], name.as_bytes()].concat()
 }
 
-/// llguidance's own words, without what it knows of its state.
+/// llguidance's message without its internal state.
 fn refused(error: &dyn fmt::Display) -> Error {
     let words = format!("{error:#}");
     let words = words.split("\n<").next().unwrap_or_default().replace('\n', " ");
@@ -157,8 +157,8 @@ fn refused(error: &dyn fmt::Display) -> Error {
 }
 
 impl Grammar {
-    /// The tokens allowed next, and behind each of `proposed` as far as these are allowed themselves and
-    /// none of `ends`: what stands behind others is never said. Fewer rows where it has failed.
+    /// The tokens allowed next, and after each of `proposed` as long as those are allowed and not
+    /// in `ends`; nothing follows others. Fewer rows after a failure.
     pub(crate) fn allowed(&mut self, proposed: &[i64], ends: &[i64]) -> Vec<AllowedTokens> {
         let (mut rows, mut taken) = (Vec::new(), 0);
         while let Ok(allowed) = self.matcher.compute_mask_or_eos() {
@@ -172,18 +172,18 @@ impl Grammar {
             }
             taken += 1;
         }
-        // It fails only where something has failed before.
+        // This fails only after an earlier failure.
         let _ = self.matcher.rollback(taken);
         rows
     }
 
-    /// The answer goes on with `tokens`.
+    /// Appends `tokens` to the answer.
     pub(crate) fn take(&mut self, tokens: &[u32]) {
-        // A failure stays, and is seen at the next position.
+        // A failure persists and is reported at the next position.
         let _ = self.matcher.consume_tokens(tokens);
     }
 
-    /// Whether a bound was reached, so that nobody knows what may come next.
+    /// Whether a limit was reached, so that the allowed tokens are unknown.
     pub(crate) fn has_failed(&self) -> bool {
         self.matcher.is_error()
     }
@@ -194,12 +194,12 @@ impl AllowedTokens {
         u32::try_from(id).is_ok_and(|id| (id as usize) < self.0.len() && self.0.is_allowed(id))
     }
 
-    /// Whether nothing may come but some of `ends`.
+    /// Whether only tokens in `ends` are allowed.
     pub(crate) fn is_end(&self, ends: &[i64]) -> bool {
         self.0.iter().all(|id| ends.contains(&i64::from(id)))
     }
 
-    /// Gives all others of the logits `[V]` no share.
+    /// Sets the logits `[V]` of all other tokens to minus infinity.
     pub(crate) fn forbid_others(&self, logits_v: &Tensor) {
         let forbidden: Vec<bool> = (0..logits_v.size()[0]).map(|id| !self.has(id)).collect();
         let forbidden_v = Tensor::from_slice(&forbidden).to_device(logits_v.device());
@@ -225,7 +225,7 @@ mod tests {
 
     use super::*;
 
-    /// The 256 bytes, the mark `<|end|>`, a word and the mark `<|tool|>`.
+    /// The 256 bytes, the special token `<|end|>`, a word and the special token `<|tool|>`.
     fn tokenizer() -> ChatTokenizer {
         let dir = tempfile::tempdir().unwrap();
         let mut json = byte_tokenizer(&["<|end|>"]);
@@ -253,10 +253,10 @@ mod tests {
         let source = GrammarSource::JsonSchema(json!({"enum": ["red", "rose"]}));
         let mut grammar = vocabulary().compile(&source).unwrap();
         assert_eq!(next(&mut grammar, ""), [i64::from(b'"')]);
-        // The letter, and the token that spells the whole word; not `rose`, nor unused rows.
+        // The letter, and the token for the whole word; neither `rose` nor unused rows.
         assert_eq!(next(&mut grammar, "\""), [i64::from(b'r'), 257]);
         assert_eq!(next(&mut grammar, "\"r"), [i64::from(b'e'), i64::from(b'o')]);
-        // Looking ahead has changed nothing.
+        // Looking ahead has no effect.
         assert_eq!(next(&mut grammar, ""), [i64::from(b'"')]);
         grammar.take(&[b'"'.into(), 257, b'"'.into()]);
         let last = &grammar.allowed(&[], &[256])[0];
@@ -273,7 +273,7 @@ mod tests {
         let rows = grammar.allowed(&[ids("12"), vec![256, 49]].concat(), &[256]);
         assert_eq!(rows.len(), 3);
         assert!(rows[2].has(256) && !rows[1].is_end(&[256]));
-        // An end that is looked at and not said leaves no trace either.
+        // Looking ahead to an end has no effect either.
         assert_eq!(next(&mut grammar, ""), [i64::from(b'1')]);
         assert!(!grammar.has_failed());
     }

@@ -1,10 +1,10 @@
 //! Speculative decoding, acceptance and speed measurement.
 //!
-//! [`Engine`] decodes sequences together, plainly or with the proposals of a draft or of the text itself,
-//! which the target checks in one pass: the text is the target's own whatever is proposed. [`answer()`] runs
-//! one request through it. [`evaluate`] runs sets of prompts and reports acceptance, speed and
-//! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
-//! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
+//! [`Engine`] decodes sequences together, plainly or with proposals from a draft or from the text
+//! itself, which the target verifies in one pass, so the text is always the target's own.
+//! [`answer()`] runs one request through it. [`evaluate`] runs prompt sets and reports acceptance,
+//! speed and whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors
+//! carry a lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
 mod adjust;
 mod answer;

@@ -1,4 +1,4 @@
-//! When answers end, and when users end them.
+//! Limits of answers, and interruption by the user.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,14 +10,14 @@ use crate::Error;
 /// When an answer ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Tokens of the answer at most, its end token included.
+    /// Maximum answer tokens, including the end token.
     pub max_new_tokens: usize,
     /// Tokens that end it.
     pub stop_ids: Vec<i64>,
 }
 
 impl Limits {
-    /// Ends answers with the end tokens of the target's configuration and of its tokenizer.
+    /// Ends answers with the end tokens of the target's configuration and tokenizer.
     pub(crate) fn new(
         target: &TargetConfig,
         tokenizer: &ChatTokenizer,
@@ -29,12 +29,12 @@ impl Limits {
     }
 }
 
-/// A capacity for `tokens` that spares most later sequences a new cache.
+/// Rounds a capacity up, so that most later sequences can reuse the cache.
 pub(crate) fn roomy(tokens: usize) -> usize {
     tokens.next_multiple_of(256)
 }
 
-/// Fails once the user asked to stop.
+/// Fails if the user has requested a stop.
 pub(crate) fn check(stop: &AtomicBool) -> Result<(), Error> {
     if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
 }

@@ -1,12 +1,12 @@
-//! Where two texts part, and whether the target prefers one of them by more than rounding.
+//! Finds where two texts diverge, and whether that is a tie.
 
 use dflash_eval::Difference;
 use dflash_target::Target;
 use tch::{Kind, Tensor, no_grad};
 
-/// Where the `[plain, speculative]` answers to `prompt` part; `None` where they do not. It is a tie
-/// when the target's logits of the two tokens, computed over the common text, are at most
-/// `tolerance` apart; without one, as far as rounding in the target's precision reaches.
+/// Where the `[plain, speculative]` answers to `prompt` diverge; `None` if they do not. It is a tie
+/// if the target's logits of the two tokens after the common text differ by at most `tolerance`,
+/// or, without a tolerance, by at most the rounding of the target's precision.
 pub fn compare(
     target: &Target,
     prompt: &[i64],
@@ -33,15 +33,15 @@ pub fn compare(
 
 /// How clearly a target prefers one of two tokens.
 struct Preference {
-    /// Distance of their logits.
+    /// Difference of their logits.
     gap: f64,
-    /// Distance that rounding can make.
+    /// Possible difference through rounding.
     rounding: f64,
 }
 
 impl Preference {
-    /// The preference after `text`. The gap is taken in float32 from the target's last state, since
-    /// logits in bf16 would be rounded to steps as large as what is measured.
+    /// The preference after `text`. The difference is computed in float32 from the target's last
+    /// state, since bf16 logits have steps as large as the difference itself.
     fn of(target: &Target, text: &[i64], tokens: [i64; 2]) -> Self {
         let to_device = |ids: &[i64]| Tensor::from_slice(ids).to_device(target.device());
         let length = text.len() as i64;
@@ -57,13 +57,13 @@ impl Preference {
     }
 }
 
-/// How far rounding can move two logits of a target in `kind` against each other, where the largest
-/// logit has this `magnitude`: what was measured, with room to spare, in units in the last place.
+/// How far rounding can shift two logits of a target in `kind` against each other, if the largest
+/// logit has this `magnitude`: measured values with a margin, in units in the last place.
 ///
-/// Measured is how far the gap of the two best moves when tokens come in blocks of 16 instead of one
-/// by one. Float32, whose sums round at every term: up to 104 units in 762 tokens of a trained target
-/// of eight layers. Bf16, whose sums are kept in float32: up to 1.6 there and 4.4 in a random target
-/// of 36 layers, and rounding the logits adds one.
+/// Measured as the shift in the gap of the best two tokens between blocks of 16 and single tokens.
+/// Float32, which rounds at every term of a sum: up to 104 units in 762 tokens of a trained target
+/// of eight layers. Bf16, which sums in float32: up to 1.6 there and 4.4 in a random target of 36
+/// layers, and rounding the logits adds one.
 fn rounding(magnitude: f64, kind: Kind) -> f64 {
     let (fraction_bits, units) = match kind {
         Kind::BFloat16 => (7, 8.0),

@@ -1,4 +1,4 @@
-//! A target with its tokenizer and, where there is one, its draft.
+//! A target with its tokenizer and optional draft.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,30 +15,30 @@ use serde_json::{Map, Value};
 use crate::Error;
 use crate::engine::{Engine, EngineOptions, Proposals};
 
-/// Where proposals come from.
+/// Source of proposals.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DraftSource {
-    /// Nowhere: plain decoding.
+    /// None: plain decoding.
     None,
     /// The text so far.
     Ngram,
     /// A trained draft.
     Trained {
-        /// What the user calls it.
+        /// Name as given by the user.
         name: String,
         /// Its directory.
         dir: PathBuf,
     },
 }
 
-/// The same, loaded.
+/// A loaded [`DraftSource`].
 #[derive(Debug)]
 pub enum LoadedProposer {
     /// Nothing.
     None,
-    /// Look-up decoding: see [`Proposals::Ngram`].
+    /// Lookup decoding: see [`Proposals::Ngram`].
     Ngram {
-        /// The longest run of last tokens that is looked up.
+        /// Maximum length of the looked-up suffix.
         size: usize,
         /// Tokens proposed at a time.
         tokens: usize,
@@ -48,7 +48,7 @@ pub enum LoadedProposer {
 }
 
 impl LoadedProposer {
-    /// As an engine takes it.
+    /// In the form that an engine takes.
     pub fn proposals(&self) -> Proposals<'_> {
         match self {
             Self::None => Proposals::None,
@@ -63,43 +63,43 @@ impl LoadedProposer {
     }
 }
 
-/// Which models, and where they run.
+/// Models to load, and where they run.
 #[derive(Debug, Clone)]
 pub struct ModelsConfig {
     /// Directory of the target.
     pub target_dir: PathBuf,
-    /// What the user calls it.
+    /// Name as given by the user.
     pub target_name: String,
-    /// What proposes tokens.
+    /// Source of proposals.
     pub draft: DraftSource,
-    /// Take a draft that was made for another target.
+    /// Accept a draft that was made for another target.
     pub allow_other_target: bool,
     /// The device.
     pub device: Device,
     /// The precision.
     pub dtype: Dtype,
-    /// CPU threads of one operation; `None` for libtorch's choice.
+    /// Threads per CPU operation; `None` for libtorch's default.
     pub threads: Option<usize>,
-    /// Variables that the chat template always sees.
+    /// Variables that are always passed to the chat template.
     pub template_variables: Option<Map<String, Value>>,
 }
 
-/// What answering takes.
+/// Loaded models.
 #[derive(Debug)]
 pub struct Models {
     /// The verifier.
     pub target: Target,
-    /// What proposes tokens.
+    /// The proposer.
     pub proposer: LoadedProposer,
-    /// The target's.
+    /// The target's tokenizer.
     pub tokenizer: Arc<ChatTokenizer>,
-    /// Which target it is.
+    /// The target's identity.
     pub identity: TargetIdentity,
 }
 
 impl Models {
     /// # Errors
-    /// Models that cannot be loaded; a draft that was made for another target, unless that is wanted.
+    /// Models that cannot be loaded; a draft that was made for another target, unless allowed.
     pub fn load(config: ModelsConfig) -> Result<Self, Error> {
         if let Some(threads) = config.threads {
             tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
@@ -123,7 +123,7 @@ impl Models {
         Ok(Self { target, proposer, tokenizer: Arc::new(tokenizer), identity })
     }
 
-    /// An engine of these, with the draft, or look-up decoding, where that was asked for.
+    /// An engine with these models and their proposer.
     ///
     /// # Errors
     /// As [`Engine::new`].
@@ -131,7 +131,7 @@ impl Models {
         Engine::new(&self.target, self.proposer.proposals(), options)
     }
 
-    /// The tokens that end an answer, by the target's configuration and its tokenizer.
+    /// The tokens that end an answer, from the target's configuration and tokenizer.
     pub fn stop_ids(&self) -> Vec<i64> {
         let mut ids = self.target.config().eos_token_ids.clone();
         ids.extend(self.tokenizer.special_ids().eos);
@@ -139,7 +139,7 @@ impl Models {
     }
 }
 
-/// Refuses a draft that was made for another target, as far as it says, unless that is wanted.
+/// Rejects a draft that states another target, unless allowed.
 pub(crate) fn check_target(
     target: &TargetIdentity,
     draft_dir: &Path,

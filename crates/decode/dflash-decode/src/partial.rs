@@ -1,10 +1,9 @@
-//! Rows written in order to a file that grows beside its destination, so that a stopped run can
-//! resume.
+//! Resumable output: rows are written in order to a file next to the destination.
 //!
-//! `OUTPUT.partial` begins with a line that records how it was made; a later run with the same
-//! stamp continues after its last complete row. Only the finished file gets its own name, with
-//! `OUTPUT.stamp` beside it, so that it can get more rows too. Files with another stamp, or without
-//! one, are refused unless the user wants to replace them.
+//! `OUTPUT.partial` starts with a line that records how it was made; a later run with the same
+//! stamp continues after its last complete row. Only the finished file gets the destination name,
+//! with `OUTPUT.stamp` next to it, so that more rows can be added later. Files with another stamp,
+//! or without one, are rejected unless the user wants to replace them.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError, remove_file};
@@ -24,29 +23,29 @@ use crate::stamp::Stamp;
 #[derive(Debug, Serialize, Deserialize)]
 struct Header {
     stamp: Stamp,
-    /// Prompts whose rows were copied from the finished file, and the number of these lines. Each
-    /// later line has the rows of one prompt.
+    /// Number of prompts whose rows were copied from the finished file, and their number of lines.
+    /// Each later line has the rows of one prompt.
     prompts: usize,
     lines: usize,
     /// Digest of the finished file that this one will replace.
     replaces: Option<String>,
 }
 
-/// The stamp beside a finished file.
+/// The stamp file of a finished file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Made {
     stamp: Stamp,
-    /// Prompts answered, and lines of the file.
+    /// Answered prompts, and lines of the file.
     prompts: usize,
     lines: usize,
     /// Digest of the file.
     digest: String,
 }
 
-/// What exists of an output.
+/// The existing state of an output.
 #[derive(Debug)]
 pub(crate) enum Found {
-    /// Nothing usable; the digest is of a file that the user wants to replace.
+    /// Nothing usable; has the digest of a file that the user wants to replace.
     Nothing(Option<String>),
     /// A partial file with the answers to this many prompts.
     Partial(usize),
@@ -54,7 +53,7 @@ pub(crate) enum Found {
     Finished(usize, FinishedFile),
 }
 
-/// A finished file that can get more rows.
+/// A finished file that can be extended.
 #[derive(Debug)]
 pub(crate) struct FinishedFile {
     lines: usize,
@@ -62,7 +61,7 @@ pub(crate) struct FinishedFile {
 }
 
 impl Found {
-    /// Prompts answered.
+    /// Number of answered prompts.
     pub(crate) fn prompts(&self) -> usize {
         match self {
             Self::Nothing(_) => 0,
@@ -71,8 +70,8 @@ impl Found {
     }
 }
 
-/// Looks for what an earlier run left of `destination` for at most `wanted` prompts. A file made
-/// differently is an error, or is ignored with `overwrite`.
+/// Looks for an earlier run's files of `destination` with at most `wanted` prompts. A file with
+/// another stamp is an error, or is ignored with `overwrite`.
 ///
 /// # Errors
 /// [`Error::OtherSettings`], [`Error::Unknown`], [`Error::TooMany`], or the files cannot be read.
@@ -117,7 +116,7 @@ fn known(destination: &Path, stamp: &Stamp, existing: Option<&str>) -> Result<Fo
         if header.stamp != *stamp {
             return Err(of_another(&path, &header.stamp));
         }
-        // A run that was killed at the very end left the finished file and the partial one.
+        // A run killed at the very end leaves both the finished and the partial file.
         let just_made = made.is_some_and(|made| made.stamp == *stamp);
         if existing != header.replaces.as_deref() && existing.is_some() && !just_made {
             return Err(Error::Unknown { path: destination.into() });
@@ -156,17 +155,17 @@ pub(crate) struct PartialOutput {
     path: PathBuf,
     file: BufWriter<File>,
     header: Header,
-    /// Prompts whose rows are in the file.
+    /// Number of prompts whose rows are in the file.
     written: usize,
     /// Rows of prompts that wait for earlier ones.
     waiting: BTreeMap<usize, String>,
 }
 
 impl PartialOutput {
-    /// Continues what was found, or begins.
+    /// Continues what was found, or starts a new file.
     ///
     /// # Errors
-    /// I/O, or another run has the file.
+    /// I/O, or another run has the file open.
     pub(crate) fn open(destination: &Path, stamp: &Stamp, found: Found) -> Result<Self, Error> {
         let path = beside(destination, "partial");
         if !matches!(found, Found::Partial(_)) {
@@ -186,23 +185,23 @@ impl PartialOutput {
         Ok(Self { destination, path, file, header, written, waiting: BTreeMap::new() })
     }
 
-    /// Prompts that are done already.
+    /// Number of prompts already done.
     pub(crate) fn written(&self) -> usize {
         self.written
     }
 
-    /// Adds the rows of prompt `number` (counted from 0); they are written once all before are.
+    /// Adds the rows of prompt `number` (counted from 0), to be written after all earlier ones.
     pub(crate) fn push(&mut self, number: usize, rows: &[Value]) -> Result<(), Error> {
         self.waiting.insert(number, Value::from(rows).to_string());
         while let Some(rows) = self.waiting.remove(&self.written) {
             writeln!(self.file, "{rows}").map_err(self.failed("extend"))?;
             self.written += 1;
         }
-        // A kill at any moment only costs the rows in flight, not those in a buffer.
+        // A kill then loses only rows in flight, not buffered ones.
         self.file.flush().map_err(self.failed("extend"))
     }
 
-    /// Moves the rows to their destination and removes the partial file. Returns how many.
+    /// Moves the rows to their destination, removes the partial file, and returns the row count.
     ///
     /// # Errors
     /// I/O.
@@ -218,7 +217,7 @@ impl PartialOutput {
         let digest = hex(hash);
         let (stamp, prompts) = (self.header.stamp.clone(), self.written);
         let made = serde_json::to_vec(&Made { stamp, prompts, lines, digest });
-        // The stamp first: without it the file could not be extended.
+        // The stamp first, since without it the file could not be extended.
         let made = made.expect("a stamp holds numbers and strings");
         dflash_io::write_bytes(&beside(&self.destination, "stamp"), &made)?;
         pending.commit()?;
@@ -253,7 +252,7 @@ impl PartialOutput {
     }
 }
 
-/// Begins a partial file, with the rows of a finished one if there is one.
+/// Starts a partial file, with the rows of a finished file if there is one.
 fn begin(path: &Path, destination: &Path, stamp: &Stamp, found: Found) -> Result<(), Error> {
     let stamp = stamp.clone();
     let (header, is_continued) = match found {
@@ -409,7 +408,7 @@ mod tests {
         assert_eq!(output.written(), 1);
         output.push(1, &[row(1)]).unwrap();
         drop(output);
-        // Stopped in the middle, and killed between the new rows and the end of the partial file.
+        // Stopped midway, and killed between writing the new rows and removing the partial file.
         let partial = place.0.path().join("out.jsonl.partial");
         let before = std::fs::read(&partial).unwrap();
         let output = place.open(&stamp);

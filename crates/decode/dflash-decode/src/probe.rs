@@ -1,5 +1,4 @@
-//! Measuring the acceptance of a draft that is still in training: speculative decoding only, the
-//! same prompts every time.
+//! Acceptance of a draft during training, by speculative decoding of the same prompts every time.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -18,20 +17,20 @@ use crate::limits::Limits;
 use crate::prompts::{Prompt, usable_prompts};
 use crate::sampling::Sampling;
 
-/// What to measure on.
+/// Settings of a measurement.
 #[derive(Debug, Clone)]
 pub struct ProbeConfig {
     /// Directory of the target, with its tokenizer.
     pub target: PathBuf,
     /// JSON or JSONL file of prompts.
     pub prompts: PathBuf,
-    /// Rows of the file at most.
+    /// Maximum rows of the file.
     pub limit: Option<usize>,
-    /// Tokens of an answer at most.
+    /// Maximum answer tokens.
     pub max_new_tokens: usize,
 }
 
-/// Prompts, and the target once it is needed.
+/// Prompts, and the target once it is loaded.
 #[derive(Debug)]
 pub struct Probe {
     config: ProbeConfig,
@@ -41,7 +40,7 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// Reads the prompts; the target is loaded at the first measurement.
+    /// Reads the prompts; the target is loaded by the first measurement.
     ///
     /// # Errors
     /// Prompts that cannot be read, or none that leaves room for an answer.
@@ -53,11 +52,11 @@ impl Probe {
         Ok(Self { config, tokenizer, prompts, target: None })
     }
 
-    /// Decodes the prompts `first`, `first + stride`, ... greedily with the proposals of a draft, on
-    /// its device and in its precision, and shows how far it is.
+    /// Decodes the prompts `first`, `first + stride`, ... greedily with a draft's proposals, on the
+    /// draft's device and in its precision, and shows progress.
     ///
     /// # Errors
-    /// A target that cannot be loaded or does not fit; [`Error::Interrupted`].
+    /// A target that cannot be loaded or does not match; [`Error::Interrupted`].
     pub fn measure(
         &mut self,
         loaded: &LoadedDraft,

@@ -1,4 +1,4 @@
-//! Prompts from rows of data: what to answer, rendered by the target's own chat template.
+//! Prompts from data rows, rendered by the target's chat template.
 
 use std::path::Path;
 
@@ -10,27 +10,27 @@ use serde_json::Value;
 use crate::Error;
 use crate::rows::{Place, fits, prompt_ids, read_rows};
 
-/// One thing to answer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prompt {
-    /// The turns that are rendered; empty for a row of token ids.
+    /// The rendered turns; empty for a row of token ids.
     messages: Vec<Message>,
-    /// Tools on offer, if any.
+    /// Available tools, if any.
     tools: Option<Value>,
-    /// User turns that follow once this prompt is answered (benchmarks of several turns).
+    /// User turns that follow this prompt's answer (multi-turn benchmarks).
     later_turns: Vec<Message>,
     /// The rendered prompt, which the answer follows.
     pub(crate) ids: Vec<i64>,
 }
 
-/// At most `limit` prompts of a file, without those that leave no room for an answer of `max_new`
-/// tokens, and how many those are.
+/// At most `limit` prompts of a file, without those that leave no room for `max_new` answer tokens,
+/// and the number of those.
 ///
-/// Of a conversation the prompt is everything before its last answer; of user turns without answers
-/// between them, the first. Of token ids it is what precedes the first supervised one.
+/// For a conversation the prompt is everything before its last answer; for user turns without
+/// answers between them, the first turn. For token ids it is everything before the first supervised
+/// token.
 ///
 /// # Errors
-/// The file or a row of it cannot be read, rendered or answered: the line is named; or no prompt is
+/// The file or a row cannot be read, rendered or answered (the line is named); or no prompt is
 /// left.
 pub(crate) fn usable_prompts(
     (path, limit): (&Path, Option<usize>),
@@ -41,7 +41,7 @@ pub(crate) fn usable_prompts(
     with_room(read_rows((path, limit), read)?, path, (target, max_new))
 }
 
-/// The same of the `rows` of a set that came from `source`.
+/// [`usable_prompts`] for the `rows` of a set that came from `source`.
 ///
 /// # Errors
 /// As [`usable_prompts`].
@@ -96,19 +96,19 @@ fn prompt_of(
 }
 
 impl Prompt {
-    /// Whether questions follow its answer.
+    /// Whether more turns follow its answer.
     pub(crate) fn has_later_turns(&self) -> bool {
         !self.later_turns.is_empty()
     }
 
-    /// Without the turns that would follow.
+    /// Drops the following turns.
     pub(crate) fn first_turn(mut self) -> Self {
         self.later_turns.clear();
         self
     }
 
-    /// Answers the prompt and, in a benchmark of several turns, those that follow it and leave room
-    /// for `max_new` tokens. `answer` gives the target's tokens.
+    /// Answers the prompt and, in a multi-turn benchmark, the following turns that leave room for
+    /// `max_new` tokens. `answer` returns the target's tokens.
     pub(crate) fn dialogue(
         &self,
         tokenizer: &ChatTokenizer,
@@ -124,11 +124,11 @@ impl Prompt {
         }
     }
 
-    /// The prompt of the next turn after an answer of these `tokens`; `None` after the last, or where
-    /// it leaves no room for `max_new` tokens.
+    /// The prompt of the next turn after the answer `tokens`; `None` after the last turn, or if
+    /// there is no room for `max_new` tokens.
     ///
     /// # Errors
-    /// The template refuses the conversation.
+    /// The template rejects the conversation.
     pub(crate) fn after(
         &self,
         tokens: &[i64],

@@ -1,4 +1,4 @@
-//! Rows of a data file, one by one, with their location for errors.
+//! Rows of a data file, with their location for errors.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ impl<'a> Place<'a> {
         Error::NoQuestion { path: self.path.into(), line: self.line }
     }
 
-    /// Turns that the target sees must have content, except those with tool calls.
+    /// Checks that turns visible to the target have content, except those with tool calls.
     ///
     /// # Errors
     /// [`Error::NoContent`].
@@ -50,7 +50,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Whether a prompt is not empty and the target has an embedding for each of its tokens.
+    /// Checks that a prompt is not empty and that the target has an embedding for each token.
     ///
     /// # Errors
     /// [`Error::NoQuestion`], [`Error::Token`].
@@ -64,7 +64,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// The results of `read` for at most `limit` rows of a JSON array or JSONL file.
+/// Applies `read` to at most `limit` rows of a JSON array or JSONL file.
 ///
 /// # Errors
 /// The file cannot be read, or the first error of a row.
@@ -81,11 +81,10 @@ pub(crate) fn read_rows<T>(
         .collect()
 }
 
-/// The ids of a prompt; for one far beyond the target's context only the start, which does not fit
-/// either.
+/// The ids of a prompt. Of one far beyond the context, only a start that does not fit either.
 ///
 /// # Errors
-/// The template refuses the messages, or the tokenizer fails.
+/// The template rejects the messages, or the tokenizer fails.
 pub(crate) fn prompt_ids(
     tokenizer: &ChatTokenizer,
     (messages, tools): (&[Message], Option<&Value>),

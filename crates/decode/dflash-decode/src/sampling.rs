@@ -1,8 +1,8 @@
-//! Choosing tokens, greedily or at a temperature, so that the target's distribution is kept.
+//! Greedy and random sampling that preserves the target's distribution.
 //!
-//! Random numbers come from a seeded generator on the host and are turned into tokens on the device: the
-//! same seed gives the same text, and only the chosen tokens travel. Shapes: `r` rows (positions), `v`
-//! vocabulary.
+//! Random numbers come from a seeded generator on the host and are turned into tokens on the
+//! device: the same seed gives the same text, and only chosen tokens are transferred. Shapes: `r`
+//! rows (positions), `v` vocabulary.
 
 use dflash_tensor::ops::most_likely;
 use rand_chacha::ChaCha8Rng;
@@ -14,18 +14,18 @@ use crate::drafter::to_host;
 /// How tokens are chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Divisor of the logits; 0 chooses the most likely token.
+    /// Divisor of the logits; 0 for greedy.
     pub temperature: f64,
-    /// Only the most likely tokens that together have at least this share; 1 for all.
+    /// Keep only the most likely tokens with at least this total probability; 1 for all.
     pub top_p: f64,
-    /// Only so many of the most likely tokens; `None` for all.
+    /// Keep only this many most likely tokens; `None` for all.
     pub top_k: Option<usize>,
-    /// Only tokens whose share is at least so much of the most likely one's; 0 for all.
+    /// Keep only tokens with at least this fraction of the highest probability; 0 for all.
     pub min_p: f64,
 }
 
 impl Sampling {
-    /// Always the most likely token.
+    /// Greedy.
     pub const GREEDY: Self = Self::at(0.0);
 
     /// All tokens, at a temperature.
@@ -33,12 +33,12 @@ impl Sampling {
         Self { temperature, top_p: 1.0, top_k: None, min_p: 0.0 }
     }
 
-    /// Whether tokens are the most likely ones.
+    /// Whether sampling is greedy.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
 
-    /// Distributions [R, V] of logits [R, V], float64. Greedy sampling has none.
+    /// Distributions [R, V] of logits [R, V], float64. Not defined for greedy sampling.
     pub(crate) fn distributions(&self, logits_rv: &Tensor) -> Tensor {
         debug_assert!(!self.is_greedy(), "greedy decoding compares tokens, not distributions");
         let mut scaled_rv = logits_rv.to_kind(Kind::Double) / self.temperature;
@@ -57,12 +57,12 @@ impl Sampling {
         }
     }
 
-    /// The distributions of scaled logits [R, V], cut to `top_k` tokens and these to top_p.
+    /// Distributions of scaled logits [R, V], filtered by `top_k` and then top_p.
     fn filtered(&self, scaled_rv: &Tensor, top_k: i64) -> Tensor {
-        // Most likely first; of equal ones the first, so that the cut does not depend on chance.
+        // Most likely first, stable, so that the cut among equal tokens is deterministic.
         let (sorted_rk, ids_rk) = scaled_rv.sort_stable(true, -1, true);
         let shares_rk = sorted_rk.narrow(1, 0, top_k).softmax(-1, Kind::Double);
-        // A token stays while those before it do not have the whole share: at least one does.
+        // A token is kept while those before it do not reach the share, so at least one is.
         let before_rk = shares_rk.cumsum(-1, Kind::Double) - &shares_rk;
         let kept_rk = shares_rk.masked_fill(&before_rk.ge(self.top_p), 0.0);
         let total_r1 = kept_rk.sum_dim_intlist([-1i64].as_slice(), true, Kind::Double);
@@ -70,7 +70,8 @@ impl Sampling {
         none_rv.scatter(1, &ids_rk.narrow(1, 0, top_k), &(kept_rk / total_r1))
     }
 
-    /// The same without sorting whole vocabularies, which takes longer than a small target's pass.
+    /// [`Self::filtered`] without sorting whole vocabularies, which would dominate a small target's
+    /// pass.
     fn filtered_on_host(&self, scaled_rv: &Tensor, top_k: usize) -> Tensor {
         let shares_rv = scaled_rv.softmax(-1, Kind::Double);
         let mut shares: Vec<f64> =
@@ -87,8 +88,8 @@ impl Sampling {
         Tensor::from_slice(&shares).view_as(scaled_rv)
     }
 
-    /// Cuts shares and ids of a row to `top_k` tokens and these to top_p, most likely first; of equal
-    /// ones the first.
+    /// Filters a row's (share, id) pairs by `top_k` and then top_p, most likely first; the first of
+    /// equal ones wins.
     fn keep_likely(&self, likely: &mut Vec<(f64, usize)>, top_k: usize) {
         let order = |a: &(f64, usize), b: &(f64, usize)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
         if top_k < likely.len() {
@@ -99,7 +100,7 @@ impl Sampling {
             return;
         }
         let total: f64 = likely.iter().map(|(share, _)| share).sum();
-        // All tokens below this together have less than what is cut off, so none of them stays.
+        // Tokens below this together have less than the share to cut, so none of them is kept.
         let least = total * (1.0 - self.top_p) / likely.len() as f64;
         likely.retain(|&(share, _)| share >= least);
         likely.sort_unstable_by(order);
@@ -113,34 +114,33 @@ impl Sampling {
     }
 }
 
-/// Groups of tokens that a draw decides between first.
+/// Number of token groups in the first stage of a draw.
 const GROUPS: i64 = 256;
-/// Words of the random stream set aside for a position: two for each group and for the draw in it,
-/// filled up to whole blocks of the generator.
+/// Random words reserved per position: two per group and for the draw within it, rounded up to
+/// whole generator blocks.
 const WORDS: u128 = 528;
 
-/// How a proposal that was drawn becomes a token of the text. Both keep the target's distribution.
+/// How a sampled proposal is verified. Both rules preserve the target's distribution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AcceptanceRule {
-    /// Proposal and own token of a position are drawn with the same numbers, in a way that lets alike
-    /// distributions mostly choose the same token: groups of tokens race, each with an exponential waiting
-    /// time divided by its share, and within the winner the cumulative share decides. So the text is what
-    /// it is without a draft, whatever is proposed and however many at a time.
+    /// Proposal and target token of a position use the same random numbers, so that similar
+    /// distributions mostly give the same token: groups of tokens race with exponential waiting
+    /// times divided by their shares, and the cumulative share decides within the winner. The text
+    /// equals that without a draft, whatever is proposed.
     Coupled,
-    /// Rejection sampling: kept with the quotient of the two shares, else drawn from what the target's
-    /// have above the draft's. It keeps the most, 1 - d where the distributions are d apart and
-    /// [`Self::Coupled`] may keep as few as (1 - d) / (1 + d), but every draft and every length of
-    /// proposals makes a text of its own.
+    /// Rejection sampling: a proposal is kept with the ratio of the two shares, otherwise a token
+    /// is drawn from the target's excess over the draft. This accepts the most, 1 - d for
+    /// distributions at distance d, where [`Self::Coupled`] may accept as few as (1 - d) / (1 + d);
+    /// but the text depends on the draft and the number of proposals.
     Rejection,
 }
 
-/// Streams of random numbers: of the target's own tokens, of proposals, and of whether they are kept.
+/// Random streams: the target's own tokens, proposals, and acceptance.
 const OWN: u64 = 0;
 const PROPOSED: u64 = 1;
 const KEPT: u64 = 2;
 
-/// Chooses tokens of a text, each with random numbers that follow from the seed and the token's position
-/// alone.
+/// Chooses tokens of a text; a token's random numbers depend only on the seed and its position.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     sampling: Sampling,
@@ -148,8 +148,7 @@ pub struct Sampler {
     rule: AcceptanceRule,
 }
 
-/// What was proposed by drawing: tokens `[n]`, and the distributions [n, V] that they were drawn from
-/// where the verification asks for them.
+/// Sampled proposals: tokens `[n]`, and their distributions [n, V] if verification needs them.
 #[derive(Debug)]
 pub(crate) struct Proposed {
     pub(crate) ids: Vec<i64>,
@@ -157,17 +156,17 @@ pub(crate) struct Proposed {
 }
 
 impl Sampler {
-    /// Random by `seed`, where `sampling` is not greedy.
+    /// A sampler with `seed`, which is unused if `sampling` is greedy.
     pub fn new(sampling: Sampling, seed: u64) -> Self {
         Self { sampling, seed, rule: AcceptanceRule::Coupled }
     }
 
-    /// The same for a text whose proposals are verified otherwise.
+    /// Sets the verification rule.
     pub(crate) fn accepting_by(self, rule: AcceptanceRule) -> Self {
         Self { rule, ..self }
     }
 
-    /// Whether tokens are the most likely ones.
+    /// Whether sampling is greedy.
     pub fn is_greedy(&self) -> bool {
         self.sampling.is_greedy()
     }
@@ -192,8 +191,8 @@ impl Sampler {
         }
     }
 
-    /// The target's tokens by its logits [n + 1, V] of the positions from `first` on, as many as are
-    /// certain: the proposals that are kept, and one more.
+    /// The target's tokens given its logits [n + 1, V] at the positions from `first` on: the
+    /// accepted proposals and one more.
     pub(crate) fn verify(
         &self,
         proposed: &[i64],
@@ -230,14 +229,15 @@ impl Sampler {
         self.sampling.distributions(logits_rv)
     }
 
-    /// One token for each row of non-negative weights [R, V], drawn in proportion to them, at the
-    /// positions from `first` on with the numbers of a stream. Shapes: `m` tokens of a group, `g` groups.
+    /// Draws one token per row of non-negative weights [R, V], in proportion to them, at the
+    /// positions from `first` on with the random stream `stream`. Shapes: `m` tokens of a group,
+    /// `g` groups.
     fn draw(&self, weights_rv: &Tensor, first: usize, stream: u64) -> Vec<i64> {
         let size = weights_rv.size();
         let (rows, tokens) = (size[0], size[1]);
         let groups = match self.rule {
             AcceptanceRule::Coupled => GROUPS,
-            // Numbers that nobody shares need no race.
+            // Random numbers that are not shared need no race.
             AcceptanceRule::Rejection => 1,
         };
         let members = (tokens + groups - 1) / groups;
@@ -249,8 +249,8 @@ impl Sampler {
         }
     }
 
-    /// Waiting times [R, G] of the groups at the positions from `first` on, and a number in (0, 1) `[R]`
-    /// for the draw in the first group.
+    /// Waiting times [R, G] of the groups at the positions from `first` on, and a uniform number in
+    /// (0, 1) `[R]` for the draw within the winning group.
     fn random(
         &self,
         first: usize,
@@ -262,7 +262,7 @@ impl Sampler {
         let (mut waits, mut uniform) = (Vec::new(), Vec::new());
         for position in first..first + rows as usize {
             random.set_word_pos(position as u128 * WORDS);
-            // With 53 random bits, and never 0: a group of weight 0 would win.
+            // 53 random bits, and never 0: a group of weight 0 would win.
             let mut next = || ((random.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
             uniform.push(next());
             waits.extend((0..groups).map(|_| -next().ln()));
@@ -271,7 +271,7 @@ impl Sampler {
     }
 }
 
-/// [`Sampler::draw`] without a dozen operations on tensors, which take longer than a small target's pass.
+/// [`Sampler::draw`] without tensor operations, which take longer than a small target's pass.
 fn draw_on_host(
     weights_rv: &Tensor,
     groups: usize,
@@ -295,14 +295,14 @@ fn draw_on_host(
             cumulative += row[id];
             cumulative > drawn
         });
-        // Where rounding leaves the sum below the draw, the last that can be said.
+        // If rounding leaves the sum below the draw, use the last token with positive weight.
         let last = || of_group.rev().find(|&id| row[id] > 0.0).unwrap_or(first);
         chosen.unwrap_or_else(last) as i64
     };
     rows.zip(waits.chunks(groups).zip(uniform)).map(draw).collect()
 }
 
-/// The same where weights lie on a GPU: only what was drawn travels.
+/// [`draw_on_host`] for weights on a GPU: only the drawn tokens are transferred.
 fn draw_by_tensors(
     weights_rv: &Tensor,
     (members, groups): (i64, i64),
@@ -320,7 +320,7 @@ fn draw_by_tensors(
         of_group_rmg.gather(2, &at_r11, false).squeeze_dim(2).cumsum(-1, Kind::Double);
     let total_r1 = cumulative_rm.narrow(1, members - 1, 1);
     let drawn_r1 = Tensor::from_slice(&uniform).to_device(device).unsqueeze(1) * total_r1;
-    // The first whose cumulative weight exceeds the draw; one of weight 0 never does.
+    // The first whose cumulative weight exceeds the draw; never one with weight 0.
     let member = drawn_r1.searchsorted(&cumulative_rm, false, true, "right", None::<&Tensor>);
     let member_r = member.flatten(0, -1).clamp_max(members - 1);
     to_host(&(member_r * groups + first_r))
@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn draws_follow_the_weights_and_never_pick_a_zero() {
         let sampler = Sampler::new(Sampling::at(1.0), 7);
-        // With few tokens each is a group; with many, some are one.
+        // With few tokens each is its own group; with many, several share one.
         for (tokens, one, other) in [(5, 1, 3), (1000, 1, 251), (1000, 90, 601), (1000, 998, 999)] {
             let weights = Tensor::zeros([1, tokens], (Kind::Double, Device::Cpu));
             let _ = weights.narrow(1, one, 1).fill_(0.2);
@@ -408,8 +408,7 @@ mod tests {
         assert_eq!(Sampler::new(Sampling::at(0.001), 7).choose(&logits, 10), greedy);
     }
 
-    /// Distributions that are 0.2 apart agree in at least (1 - 0.2) / (1 + 0.2) of the draws, and in no more
-    /// than 1 - 0.2.
+    /// Distributions at distance 0.2 agree in (1 - 0.2) / (1 + 0.2) to 1 - 0.2 of the draws.
     #[test]
     fn alike_distributions_mostly_draw_the_same_token() {
         let target = Tensor::from_slice(&[0.1, 0.4, 0.2, 0.3]).unsqueeze(0);
@@ -422,7 +421,7 @@ mod tests {
         assert!((0.66..0.81).contains(&share), "{share}");
     }
 
-    /// The same two: 1 - 0.2 of the proposals are kept, and texts have the target's shares.
+    /// Here 1 - 0.2 of the proposals are kept, and texts have the target's distribution.
     #[test]
     fn rejection_keeps_what_two_distributions_share() {
         let shares = [0.1, 0.4, 0.2, 0.3];
@@ -442,7 +441,7 @@ mod tests {
         let share = |count: usize| count as f64 / texts as f64;
         assert!((share(kept) - 0.8).abs() < 0.01, "{}", share(kept));
         for (count, expected) in counts.into_iter().zip(shares) {
-            // Three standard deviations; of twelve seeds one has three and a half.
+            // Three standard deviations; one of twelve seeds deviates by three and a half.
             assert!((share(count) - expected).abs() < 0.01, "{counts:?}");
         }
     }
@@ -459,14 +458,14 @@ mod tests {
         check(all, [0.1, 0.4, 0.2, 0.3]);
         check(Sampling { top_k: Some(2), ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { top_k: Some(9), ..all }, [0.1, 0.4, 0.2, 0.3]);
-        // 0.4 is not half, 0.4 and 0.3 are.
+        // 0.4 is less than half, 0.4 + 0.3 is not.
         check(Sampling { top_p: 0.5, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { top_p: 0.3, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { top_p: 1e-9, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { min_p: 0.74, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { min_p: 0.76, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { min_p: 0.6, top_p: 0.5, ..all }, [0.0, 1.0, 0.0, 0.0]);
-        // Of the three that top-k leaves, 4/9 is not half.
+        // Among the three that top-k keeps, 4/9 is less than half.
         let both = Sampling { top_p: 0.5, top_k: Some(3), ..all };
         check(both, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
     }

@@ -19,7 +19,7 @@ use tch::Kind;
 use crate::Error;
 use crate::limits::Limits;
 
-/// Items by the name under which a difference is reported.
+/// Entries by the name under which a difference is reported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Stamp(BTreeMap<String, Value>);
@@ -55,7 +55,7 @@ impl Stamp {
         Ok(Self(items.map(|(name, value)| (name.to_owned(), value)).into()))
     }
 
-    /// `chat template: 1f0a there, 77b2 now; ...`, or nothing.
+    /// `chat template: 1f0a there, 77b2 now; ...`, or empty.
     pub(crate) fn differences(&self, now: &Self) -> String {
         let names: std::collections::BTreeSet<&String> =
             self.0.keys().chain(now.0.keys()).collect();
@@ -85,7 +85,7 @@ fn name_of(dtype: Kind) -> String {
     }
 }
 
-/// The first 64 bits of SHA-256: enough against mistakes, and short enough to be shown.
+/// The first 64 bits of SHA-256: enough to detect mistakes, and short enough to display.
 fn short(hash: Sha256) -> String {
     hex(hash)[..16].to_owned()
 }
@@ -99,7 +99,7 @@ fn read_error(path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| dflash_chat::Error::Read { path, source }.into()
 }
 
-/// Digest of the tokenizer's files, without a chat template in them.
+/// Digest of the tokenizer's files, without any chat template in them.
 fn tokenizer_digest(dir: &Path) -> Result<String, Error> {
     let mut hash = Sha256::new();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {

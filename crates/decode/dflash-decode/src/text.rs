@@ -1,11 +1,11 @@
-//! An answer's text while its tokens come: whole characters, up to a stop string.
+//! Streams an answer's text: whole characters, up to a stop string.
 //!
-//! A token may end amid a character, and a stop string amid a token. So text is released once it
-//! cannot change any more, and held back while it may be the beginning of a stop string.
+//! A token may end within a character, and a stop string within a token. So text is released once
+//! it can no longer change, and held back while it may start a stop string.
 
 use dflash_chat::{ChatTokenizer, Error};
 
-/// What a decoder gives for bytes that are no character (yet).
+/// The decoder's output for bytes that are not (yet) a character.
 const REPLACEMENT: char = '\u{fffd}';
 
 /// The text of one answer.
@@ -13,30 +13,30 @@ const REPLACEMENT: char = '\u{fffd}';
 pub struct TextStream<'a> {
     tokenizer: &'a ChatTokenizer,
     stops: Vec<String>,
-    /// Tokens from the last cut between characters on, and how many of them have been read.
+    /// Tokens since the last character boundary, and how many of them have been decoded.
     ids: Vec<i64>,
     read: usize,
     /// Special tokens that belong to the text.
     shown: Vec<i64>,
-    /// Text that may begin a stop string.
+    /// Text that may start a stop string.
     held: String,
     stopped: bool,
 }
 
 impl<'a> TextStream<'a> {
-    /// The text up to the first of `stops`, of which none is empty.
+    /// Streams the text up to the first of `stops`, which must not be empty.
     pub fn new(tokenizer: &'a ChatTokenizer, stops: Vec<String>) -> Self {
         debug_assert!(stops.iter().all(|stop| !stop.is_empty()), "it would stop before it began");
         let (ids, shown, held) = (Vec::new(), Vec::new(), String::new());
         Self { tokenizer, stops, ids, read: 0, shown, held, stopped: false }
     }
 
-    /// The same with these special tokens, which have no text otherwise.
+    /// Shows these special tokens, which otherwise have no text.
     pub fn showing(self, shown: Vec<i64>) -> Self {
         Self { shown, ..self }
     }
 
-    /// Takes the next token; returns the text that is certain now. After a stop string there is none.
+    /// Adds the next token; returns the text that is now final. Nothing after a stop string.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -65,7 +65,7 @@ impl<'a> TextStream<'a> {
         Ok(self.release())
     }
 
-    /// The rest of the text, once no token follows.
+    /// The rest of the text, after the last token.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -79,19 +79,19 @@ impl<'a> TextStream<'a> {
         Ok(certain + &std::mem::take(&mut self.held))
     }
 
-    /// What was not certain, if nothing goes on with it.
+    /// The pending text if nothing follows.
     fn rest(&self) -> Result<String, Error> {
         let before = self.tokenizer.decode(&self.ids[..self.read], true)?;
         let after = self.tokenizer.decode(&self.ids, true)?;
         Ok(after.strip_prefix(&before).unwrap_or_default().to_owned())
     }
 
-    /// Whether a stop string has come.
+    /// Whether a stop string has been reached.
     pub fn has_stopped(&self) -> bool {
         self.stopped
     }
 
-    /// Takes from `held` what cannot belong to a stop string.
+    /// Removes from `held` and returns what cannot belong to a stop string.
     fn release(&mut self) -> String {
         if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
             self.stopped = true;
@@ -121,7 +121,7 @@ mod tests {
         ChatTokenizer::load(dir.path()).unwrap()
     }
 
-    /// The pieces of `bytes`, a token each, `|` between what comes at once; the end behind `$`.
+    /// The pieces of `bytes`, one token each, with `|` between pieces; the rest follows `$`.
     fn check(bytes: &[u8], stops: &[&str], expect: &str) {
         let tokenizer = tokenizer();
         let mut stream = TextStream::new(&tokenizer, stops.iter().map(|s| s.to_string()).collect());
@@ -138,7 +138,7 @@ mod tests {
         check(b"abc", &[], "a|b|c$");
         check("aé€b".as_bytes(), &[], "a||é|||€|b$");
         check("😀".as_bytes(), &[], "|||😀$");
-        // What never becomes a character comes at the end, as other decoders show it.
+        // Incomplete characters come at the end, as other decoders show them.
         check(&[b'a', 0xe2, 0x82], &[], "a||$\u{fffd}");
         check(&[0xff, b'a'], &[], "|\u{fffd}a$");
     }

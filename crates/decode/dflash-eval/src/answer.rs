@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// An answer to one prompt in one decoding mode.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
-    /// Row of the set, counted from 0 over those that were answered.
+    /// Row of the set, counted from 0 over the answered rows.
     pub row: usize,
     /// Turn within the row, from 0.
     pub turn: usize,
@@ -56,7 +56,7 @@ impl Answer {
 }
 
 impl Verification {
-    /// The counts of steps, each of which accepted so many of at most `proposals`.
+    /// Counts of steps; `accepted` has the number accepted in each, at most `proposals`.
     ///
     /// # Panics
     /// If a step accepted more than a block proposes.
@@ -69,7 +69,7 @@ impl Verification {
         Self { steps: accepted.len() as u64, accepted: total as u64, accepted_by_slot }
     }
 
-    /// The sum of all; by slot only if every one with steps has counts by slot.
+    /// Sum of all; by slot only if every entry with steps has counts by slot.
     pub fn sum<'a>(all: impl Iterator<Item = &'a Self> + Clone) -> Self {
         let mut sum = Self::default();
         let knows = |one: &Self| one.steps == 0 || !one.accepted_by_slot.is_empty();
@@ -102,7 +102,7 @@ impl Verification {
         }
     }
 
-    /// The same counts in the form of validations, with `lengths`, each answer's own acceptance
+    /// The same counts in the form of validations, with `lengths` as each answer's acceptance
     /// length.
     pub(crate) fn counts(&self, lengths: &[f64]) -> Acceptance {
         Acceptance {

@@ -1,4 +1,4 @@
-//! What can go wrong between a set's name and a report.
+//! Errors of an evaluation, from naming a set to writing a report.
 
 use std::path::PathBuf;
 

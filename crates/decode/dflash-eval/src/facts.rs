@@ -106,7 +106,7 @@ impl Measured {
         Some(match self.figures.speed_up {
             // Without plain decoding several answers at a time are one part, however many there are.
             None if self.mode.concurrency > 1 => format!(
-                "the standard error of the speed is not measurable without {NO_DRAFT} beside it: \
+                "the standard error of the speed is not measurable without measuring {NO_DRAFT}: \
                  give --plain-endpoint {described}"
             ),
             _ => format!(
@@ -128,7 +128,6 @@ impl Measured {
         })
     }
 
-    /// Rows with an answer.
     fn rows(&self) -> usize {
         let rows: std::collections::BTreeSet<usize> =
             self.answers.iter().map(|answer| answer.row).collect();
@@ -186,7 +185,7 @@ mod tests {
         let side = |draft: &str, plain: Option<&Measured>, parts| {
             Measured::new("s", mode, draft, drafted.answers.clone(), whole(parts), None, plain)
         };
-        check(&side("run", None, 1), &["without none beside it"]);
+        check(&side("run", None, 1), &["without measuring none"]);
         check(&side("run", Some(&side(NO_DRAFT, None, 1)), 1), &["with 8 rows: give more prompts"]);
         check(&side("run", Some(&side(NO_DRAFT, None, 2)), 2), &[]);
         check(&side("run", Some(&side(NO_DRAFT, None, 3)), 3), &["at most 3 answers"]);

@@ -34,8 +34,7 @@ pub struct Part {
 }
 
 impl Whole {
-    /// Tokens and seconds of `answers`, and over the whole answer of all answers together if these
-    /// were timed together.
+    /// Tokens and seconds of `answers`, or of all answers together if these were timed together.
     pub(crate) fn total<'a>(
         &self,
         answers: impl Iterator<Item = &'a Answer>,

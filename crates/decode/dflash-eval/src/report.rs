@@ -427,6 +427,7 @@ fn evaluation(facts: &Facts, results: &[Measured], result: &Measured) -> Option<
             speculative: result.figures.tokens_per_second?,
             plain: plain.figures.tokens_per_second?,
             speed_up: result.figures.speed_up?,
+            speed_up_error: result.noise.get("speed_up").copied(),
         },
         lossless: result.lossless.as_ref().map(|lossless| Identical {
             responses: lossless.responses,

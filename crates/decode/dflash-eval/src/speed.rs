@@ -34,8 +34,7 @@ pub(crate) enum Span {
 }
 
 impl Span {
-    /// Tokens and seconds of an answer. One that came in a single piece has no decoding that could
-    /// be timed.
+    /// Tokens and seconds of an answer. One that came in a single piece has no decoding time.
     fn of(self, answer: &Answer) -> (f64, f64) {
         match self {
             Self::Whole => (answer.tokens as f64, answer.total_s),
@@ -71,9 +70,9 @@ pub(crate) fn ratio(above: f64, below: f64) -> Option<f64> {
 }
 
 impl Speed {
-    /// That of results, each with plain decoding of the same set in the same mode; with one result
+    /// Speed of results, each with plain decoding of the same set in the same mode; with one result
     /// the totals are those of its [`Figures`](crate::Figures). Nothing is compared with plain
-    /// decoding unless it answered every set.
+    /// decoding unless plain decoding answered every set.
     pub(crate) fn of(pooled: &[(&Measured, Option<&Measured>)], span: Span) -> Self {
         let answered = pooled.iter().filter(|(own, _)| !own.answers.is_empty());
         let own = || answered.clone().map(|(own, _)| *own);

@@ -21,7 +21,6 @@ pub(crate) struct Call {
     arguments: String,
 }
 
-/// A piece of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Piece {
     Text(String),

@@ -1,5 +1,4 @@
-//! The fields of a request, taken one by one: fields that are left at the end are unknown, and
-//! refused.
+//! The fields of a request, taken one by one; any that remain are unknown, and refused.
 //!
 //! A body with two bytes per value, such as `[0,0,0]`, takes forty times its size as JSON values.
 //! So the number of values of a request is bounded, and the ids of prompts, which may be many, are
@@ -365,7 +364,7 @@ mod tests {
         check("[1, -2]", Some(vec![Prompt::Tokens(vec![1, -2])]));
         check("[]", Some(vec![Prompt::Tokens(vec![])]));
         check("[\"a\", [1]]", Some(vec![text("a"), Prompt::Tokens(vec![1])]));
-        // Of too many, only their number matters.
+        // If there are too many, only their number matters.
         check("[1, 2, 3, 4, 5, 6]", Some(vec![Prompt::Tokens(vec![1, 2, 3, 4])]));
         for wrong in
             ["1", "1.5", "true", "{\"a\": [1]}", "[1, \"a\"]", "[[[1]]]", "[1.5]", "[null]"]

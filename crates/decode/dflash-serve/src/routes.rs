@@ -129,7 +129,6 @@ fn digest(key: &[u8]) -> [u8; 32] {
     Sha256::digest(key).into()
 }
 
-/// All routes.
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(models))

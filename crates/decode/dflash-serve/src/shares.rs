@@ -1,7 +1,7 @@
 //! Memory for the log-probabilities of all requests in flight.
 //!
-//! Requests wait for it in order, and a large one may wait for as long as others run. Small ones have
-//! memory of their own, so that they do not wait behind it.
+//! Requests wait for it in order, and a large one may wait as long as others run. Small requests
+//! have separate memory, so that they do not wait behind it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,8 +11,8 @@ use tokio::time::timeout;
 
 /// Log-probabilities of all requests: twice the maximum of one.
 const ALL: usize = 2 << 20;
-/// Log-probabilities of a small request, which may also take of [`ALL_SMALL`]: one alternative for
-/// 65,536 tokens.
+/// Maximum log-probabilities of a small request, which may also use [`ALL_SMALL`]: one alternative
+/// for 65,536 tokens.
 const SMALL: usize = 1 << 17;
 const ALL_SMALL: usize = 1 << 20;
 

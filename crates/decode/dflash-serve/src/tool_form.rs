@@ -7,7 +7,7 @@ use serde_json::{Deserializer, Map, Value, json};
 
 use crate::tools::Tools;
 
-/// The forms that are known.
+/// The known formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ToolForm {
     /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen.

@@ -17,7 +17,6 @@ const MOST_TOOLS: usize = 128;
 /// Maximum number of calls of an answer for which calls are required.
 const MOST_CALLS: usize = 16;
 
-/// The tools of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Tools {
     /// In the form that the template takes.

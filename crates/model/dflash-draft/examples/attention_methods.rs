@@ -1,8 +1,8 @@
-//! Times the two ways of cutting a draft's attention, forward and backward, in turns on this CPU:
+//! Times the two methods of splitting a draft's attention alternately on this CPU:
 //!
 //! `cargo run --release --workspace --example attention_methods -- TOKENS DOCUMENTS ANCHORS BLOCK
-//! KV_HEADS GROUP HEAD_DIM [WINDOW [ROUNDS]]`, for instance `2048 8 128 16 8 4 128`; a WINDOW of 0 is
-//! full attention.
+//! KV_HEADS GROUP HEAD_DIM [WINDOW [ROUNDS]]`, for instance `2048 8 128 16 8 4 128`; a WINDOW of 0
+//! means full attention.
 
 use std::time::Instant;
 
@@ -32,7 +32,7 @@ fn main() {
     }
 }
 
-/// Prints milliseconds of each method: forward, backward, and the ratio of their sums.
+/// Prints milliseconds of each method, forward and backward, and the ratio of their sums.
 fn compare(
     (tokens, documents, anchors, block): (usize, usize, usize, usize),
     [kv_heads, group, head_dim]: [i64; 3],
@@ -41,12 +41,12 @@ fn compare(
 ) {
     let visibility = if window == 0 { Visibility::FULL } else { Visibility::sliding(window) };
     let starts: Vec<usize> = (0..=documents).map(|index| index * tokens / documents).collect();
-    // Spread evenly, as anchors drawn at random are on average.
+    // Evenly spaced, as random anchors are on average.
     let anchors: Vec<usize> = (0..anchors).map(|index| index * tokens / anchors).collect();
     let plan = BlockPlan::new(&starts, &anchors, block, &[visibility]);
     let (slots, context) = (plan.slots() as i64, plan.context_rows() as i64);
     tch::manual_seed(0);
-    // In memory as the draft's kernels leave them.
+    // In the memory layout of the draft's kernels.
     let random = |rows: i64, group: i64| {
         Tensor::randn([rows, group, kv_heads, head_dim], (Kind::Float, Device::Cpu))
             .permute([2, 0, 1, 3])

@@ -1,25 +1,25 @@
-//! Attention of the draft: every block sees the context before its anchor, and itself.
+//! Attention of the draft: every block attends to the context before its anchor, and to itself.
 //!
-//! No mask over (slots, context + slots) is ever built. What the blocks see is cut into parts, each
-//! with its own output and log-sum-exp, and the parts are merged by these. In the backward pass
-//! each part receives the *merged* output and log-sum-exp, which makes its gradients exact (as in
-//! ring attention). There are two ways of cutting, [`Method`]: `halves` into rectangles, one
-//! variable-length call per depth, which suits GPUs, and `chunks` with masks at their edges, which
-//! is faster on CPUs (LOG.md).
+//! No mask over (slots, context + slots) is ever built. The visible pairs are split into parts,
+//! each with its own output and log-sum-exp, by which the parts are merged. In the backward pass
+//! each part receives the *merged* output and log-sum-exp, so its gradients are exact (as in ring
+//! attention). There are two ways to split, [`Method`]: `halves` into rectangles, with one
+//! variable-length call per depth, suits GPUs; `chunks`, with masked edges, is faster on CPUs
+//! (LOG.md).
 //!
-//! `halves`: the context that the blocks of a document see is a staircase. Halving its anchors
-//! recursively cuts it into rectangles: the later half sees everything between the first anchors of
-//! the two halves. Rectangles of one depth are disjoint over all documents of a row, so each depth
-//! is one variable-length flash call, with no wasted work and gradients that never overlap. Where
-//! slots of one block see different context (a sliding window as it is served), they see it in the
-//! call of their own block, as a band. On a CPU the portable path runs the same calls with the same
-//! arguments, sequence by sequence.
+//! `halves`: the context visible to the blocks of a document forms a staircase. Recursively halving
+//! its anchors splits it into rectangles: the later half sees everything between the first anchors
+//! of the two halves. Rectangles of one depth are disjoint over all documents of a row, so each
+//! depth is one variable-length flash call, without wasted work or overlapping gradients. If the
+//! slots of a block see different context (a served sliding window), the differing part is a band
+//! in the blocks' own call. On a CPU the portable path runs the same calls with the same arguments,
+//! sequence by sequence.
 //!
 //! Shapes: `q_jngd` [kv heads, slots, queries per kv head, D]; `k_jtd` and `v_jtd` [kv heads,
-//! context, D] or [kv heads, slots, D] for the blocks' own. Memory order is the method's own,
-//! `HeadOrder`: in `chunks` the kv head comes before slots and queries, so results of the parts are
-//! merged over contiguous memory and `o_proj` is applied with permuted columns (copying a weight,
-//! not all slots); variable-length calls keep the heads in the checkpoint's order.
+//! context, D], or [kv heads, slots, D] for the blocks' own. The memory order, `HeadOrder`, depends
+//! on the method. In `chunks` the kv head comes before slots and queries, so parts are merged over
+//! contiguous memory and `o_proj` is applied with permuted columns (copying a weight instead of all
+//! slots). Variable-length calls keep the checkpoint's head order.
 
 mod chunks;
 mod halves;
@@ -47,7 +47,7 @@ use part::Part;
 pub use plan::{BlockPlan, DocumentSpan, Segment, Visibility, WindowRule};
 pub use rectangles::{Rectangle, RectanglePlan};
 
-/// Keys and values of the context or of the blocks themselves.
+/// Keys and values, of the context or of the blocks.
 #[derive(Debug)]
 pub struct KeyValue {
     /// [kv heads, rows, D].
@@ -57,8 +57,8 @@ pub struct KeyValue {
 }
 
 impl KeyValue {
-    /// Zeros in the layout of a part's gradients, to add those of all parts to: in float32 where
-    /// the parts are in half precision, since a sum of many would stop growing there.
+    /// Zeros with the layout of the gradients, to accumulate all parts: float32 for half-precision
+    /// inputs, since a half-precision sum of many parts would stop growing.
     fn zeros_to_sum(&self) -> Self {
         let zeros = |x: &Tensor| {
             let size = x.size();
@@ -69,38 +69,38 @@ impl KeyValue {
     }
 }
 
-/// Output of the merged attention and what its gradient needs.
+/// Merged attention output, and what its gradient needs.
 #[derive(Debug)]
 pub struct Attended {
     /// [kv heads, slots, queries per kv head, D].
     pub out_jngd: Tensor,
-    /// Log-sum-exp of the scaled scores over everything seen, [kv heads, slots, queries], float32.
+    /// Log-sum-exp of the scaled scores over all visible keys, [kv heads, slots, queries], float32.
     pub lse_jng: Tensor,
 }
 
 /// Gradients of one attention.
 #[derive(Debug)]
 pub struct AttentionGradient {
-    /// As the queries, but float32 where those are in half precision and were cut into halves.
+    /// Shape of the queries; float32 for half-precision queries with [`Method::Halves`].
     pub dq_jngd: Tensor,
-    /// As the context's keys and values, but float32 where those are in half precision.
+    /// For the context's keys and values; float32 if those are half precision.
     pub context: KeyValue,
-    /// As the blocks' own keys and values, or float32 where those are in half precision.
+    /// For the blocks' keys and values; their type, or float32 if that is half precision.
     pub own: KeyValue,
 }
 
-/// How what the blocks see is cut into parts.
+/// How the visible pairs are split into parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// A few anchors at a time: a stretch of context that all see, and masked edges.
+    /// A few anchors at a time: an unmasked common stretch of context, and masked edges.
     Chunks,
-    /// Rectangles by halving the anchors, without masks: a call for each depth.
+    /// Unmasked rectangles by recursive halving of the anchors: one call per depth.
     Halves,
 }
 
 impl Method {
-    /// Halves where the variable-length kernels are, and where a CPU is asked to run what a GPU runs;
-    /// chunks elsewhere. Whether this GPU has the kernels, the driver says.
+    /// Halves if the driver reports a GPU with variable-length kernels, or if a CPU emulates a GPU;
+    /// otherwise chunks.
     pub fn of(device: Device, kind: Kind, head_dim: i64, kernels: Kernels) -> Self {
         let halves = match device {
             Device::Cuda(index) => takes_flash(index, kind, head_dim)
@@ -111,20 +111,20 @@ impl Method {
     }
 }
 
-/// What an attention needs to know besides the packed row.
+/// Parameters of an attention apart from the packed row.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape {
     /// Query heads that share one key/value head.
     pub queries_per_kv: i64,
     /// Width of a head.
     pub head_dim: i64,
-    /// Where the masks and lengths live.
+    /// Device of masks and lengths.
     pub device: Device,
-    /// Kind of the queries: the masks have it too.
+    /// Type of the queries and masks.
     pub kind: Kind,
-    /// What computes.
+    /// Kernels to use.
     pub kernels: Kernels,
-    /// How it is cut.
+    /// How it is split.
     pub method: Method,
 }
 
@@ -133,13 +133,13 @@ impl AttentionShape {
         Part { scale: (self.head_dim as f64).powf(-0.5), kernels: self.kernels }
     }
 
-    /// What runs the kernels for GPUs on such queries.
+    /// The GPU kernel runner for such queries.
     fn runner(&self) -> Option<Runner> {
         self.kernels.gpu(&Tensor::empty([0], (self.kind, self.device)))
     }
 }
 
-/// One kind of layer's attention over one packed row: its parts, ready on the device.
+/// Attention of one layer type over one packed row: its parts, on the device.
 #[derive(Debug)]
 pub struct BlockAttention(Parts);
 
@@ -147,12 +147,12 @@ pub struct BlockAttention(Parts);
 enum Parts {
     Chunks(ChunkAttention),
     Halves(HalvesAttention),
-    /// Halves, with kernels of our own around the calls.
+    /// Halves, with our kernels around the calls.
     Joined(JoinedAttention),
 }
 
 impl BlockAttention {
-    /// Prepares all parts of `plan` for layers that see `visibility`.
+    /// Prepares all parts of `plan` for layers with `visibility`.
     pub fn new(plan: &BlockPlan, visibility: &Visibility, shape: &AttentionShape) -> Self {
         Self(match shape.method {
             Method::Chunks => Parts::Chunks(ChunkAttention::new(plan, visibility, shape)),
@@ -168,8 +168,8 @@ impl BlockAttention {
         })
     }
 
-    /// How the heads of a slot lie in the memory of results. Queries and their gradients may lie
-    /// otherwise, for a copy.
+    /// Memory order of a slot's heads in results. Queries and their gradients may have another
+    /// order at the cost of a copy.
     pub(crate) fn head_order(&self) -> HeadOrder {
         match self.0 {
             Parts::Chunks(_) => HeadOrder::ByQuery,
@@ -177,7 +177,7 @@ impl BlockAttention {
         }
     }
 
-    /// Attends: `q_jngd` to the visible part of `context` and to its block's rows of `own`.
+    /// Attends from `q_jngd` to the visible part of `context` and to the own block in `own`.
     pub fn forward(&self, q_jngd: &Tensor, context: &KeyValue, own: &KeyValue) -> Attended {
         match &self.0 {
             Parts::Chunks(chunks) => chunks.forward(q_jngd, context, own),
@@ -186,7 +186,7 @@ impl BlockAttention {
         }
     }
 
-    /// Gradients for `dout_jngd`, given the forward's inputs and result.
+    /// Gradients for `dout_jngd`, given the inputs and result of [`Self::forward`].
     pub fn backward(
         &self,
         dout_jngd: &Tensor,
@@ -203,8 +203,8 @@ impl BlockAttention {
     }
 }
 
-/// Score added where a query must not look. Finite, so that a row that sees nothing of a segment
-/// yields numbers (with a log-sum-exp near this value, so no share in the merge) and never NaN.
+/// Score added to hidden pairs. Finite, so that a row that sees nothing of a segment gives numbers
+/// (with a log-sum-exp near this value, hence no weight in the merge) and never NaN.
 const HIDDEN: f32 = -1e30;
 
 fn mask_tensor(values: &[f32], columns: usize, shape: &AttentionShape) -> Tensor {

@@ -1,18 +1,19 @@
-//! The DFlash draft model: Qwen3-style layers whose keys and values also come from the target.
+//! The DFlash draft model: Qwen3-style layers that also attend to keys and values computed from the
+//! target's hidden states.
 //!
-//! Dimensions: H hidden, K auxiliary layers, D head dimension. Token embedding and lm_head are the
-//! target's and not part of the draft. All parameters live in one flat buffer; [`DraftLayout`] says
-//! where, and every weight (or gradient) is a view into such a buffer, so that the optimizer, the
-//! collectives and the checkpoint each handle one tensor.
+//! Dimensions: H hidden, K auxiliary layers, D head dimension. Token embedding and lm_head belong
+//! to the target and are not part of the draft. All parameters are in one flat buffer laid out by
+//! [`DraftLayout`]; every weight (or gradient) is a view of such a buffer, so that the optimizer,
+//! the collectives and the checkpoint each handle one tensor.
 //!
-//! The backward pass is written out by hand. Attention merges parts by their log-sum-exp and runs
-//! each part's own backward pass with the merged result, and the frozen output projection is fused
-//! with the loss, so that gradients replace logits in place. Master weights and moments are
-//! float32, because small updates vanish in bfloat16.
+//! The backward pass is written by hand. Attention merges parts by their log-sum-exp and runs each
+//! part's backward pass with the merged result, and the frozen output projection is fused with the
+//! loss, so that gradients replace logits in place. Master weights and moments are float32, because
+//! small updates vanish in bfloat16.
 //!
-//! Fresh matrices are normally distributed, except `fc`, which starts as the sum of the auxiliary
-//! hidden states plus noise. From a purely random start, seeds differ by up to ten percent in
-//! acceptance after a thousand steps (LOG.md), and this start is better than all of them.
+//! Matrices are initialised from a normal distribution, except `fc`, which starts as the sum of the
+//! auxiliary hidden states plus noise. With fully random initialisation, seeds differ by up to ten
+//! percent in acceptance after a thousand steps (LOG.md), and this start beats all of them.
 
 mod decode;
 #[cfg(test)]
@@ -55,14 +56,14 @@ pub use train::{Keep, PackedInput, Saved, plan_blocks};
 use crate::attention::KeyValue;
 use crate::rope;
 
-/// File that holds the weights of a draft checkpoint.
+/// Weights file of a draft checkpoint.
 const WEIGHTS: &str = "model.safetensors";
 
-/// Root mean square of what the noise in a fresh `fc` makes of inputs of size one. The auxiliary states'
-/// own part is one where they do not correlate, and more where they do.
+/// Root mean square of the noise part of a fresh `fc`'s output, for inputs of size one. The part of
+/// the auxiliary states is one if they are uncorrelated, and more otherwise.
 const FC_NOISE: f64 = 0.64;
 
-/// A draft model: configuration, weights and rotary frequencies of the trunk, and the head on it.
+/// A draft model: configuration, weights and rotary frequencies of the trunk, and its head.
 #[derive(Debug)]
 pub struct Draft {
     config: DraftConfig,
@@ -73,7 +74,7 @@ pub struct Draft {
     rotary: Rotary,
     kernels: Kernels,
     decode: OnceCell<DecodeWeights>,
-    /// What few rows go through on a CPU; `None` inside where they do not.
+    /// Packed weights for few rows on a CPU; inner `None` if not supported.
     packed_decoder: OnceCell<Option<PackedDecoder>>,
 }
 
@@ -81,7 +82,7 @@ impl Draft {
     /// Wraps a flat parameter buffer of [`DraftLayout::elements`] elements.
     ///
     /// # Panics
-    /// When the head was not checked: see [`check_head`].
+    /// If the head was not checked: see [`check_head`].
     pub fn new(config: DraftConfig, flat: Tensor) -> Self {
         let layout = DraftLayout::new(&config);
         let views = DraftViews::new(&config, &layout, &flat);
@@ -91,7 +92,7 @@ impl Draft {
         Self { config, layout, flat, views, head, rotary, kernels, decode, packed_decoder }
     }
 
-    /// The same draft, computed by `kernels`.
+    /// Selects the kernels.
     pub fn with_kernels(self, kernels: Kernels) -> Self {
         Self { kernels, packed_decoder: OnceCell::new(), ..self }
     }
@@ -102,10 +103,10 @@ impl Draft {
         Self::new(config, Tensor::zeros([elements], (Kind::Float, device)))
     }
 
-    /// A freshly initialised draft: each parameter as its [`Fresh`] says.
+    /// A freshly initialised draft, each parameter according to its [`Fresh`].
     ///
-    /// `normal` fills a tensor of the given shape with standard normal numbers; the caller owns
-    /// the generator, so that the same seed gives the same draft on every device.
+    /// `normal` fills a tensor of the given shape with standard normal values; the caller owns the
+    /// generator, so that one seed gives the same draft on every device.
     pub fn init(
         config: DraftConfig,
         device: Device,
@@ -127,7 +128,7 @@ impl Draft {
     /// Loads a checkpoint: config.json, and model.safetensors or the shards of its index.
     ///
     /// # Errors
-    /// Missing or damaged files, unsupported settings, missing or misshapen tensors: each named.
+    /// Missing or damaged files, unsupported settings, missing or misshapen tensors (each named).
     pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self> {
         let config = DraftConfig::load(dir)?;
         check_head(&config)?;
@@ -143,14 +144,13 @@ impl Draft {
     /// Writes config.json and model.safetensors (bfloat16) into `dir` in z-lab's layout.
     ///
     /// # Errors
-    /// I/O. Each file is whole or absent; for both together write into a pending directory.
+    /// I/O. Each file is written atomically; to write both atomically, use a pending directory.
     pub fn save(&self, dir: &Path) -> Result<()> {
         self.config.save(dir, "bfloat16")?;
         self.save_weights(dir, Kind::BFloat16, &[])
     }
 
-    /// Writes model.safetensors alone into `dir`: the parameters in `kind`, and `more` tensors in
-    /// their own.
+    /// Writes only model.safetensors: the parameters in `kind`, and `more` tensors in their own.
     ///
     /// # Errors
     /// As [`Self::save`].
@@ -159,11 +159,10 @@ impl Draft {
         save_weights(&self.config, (dir, kind), more, |range| Ok(part(range)))
     }
 
-    /// Writes into `dir` what [`Self::save`] writes of the draft whose flat buffer is the tensor
-    /// `name` of `file`.
+    /// [`Self::save`] for the draft whose flat buffer is the tensor `name` of `file`.
     ///
     /// # Errors
-    /// I/O, a file without that tensor.
+    /// I/O, or a file without that tensor.
     pub fn save_stored(
         config: &DraftConfig,
         (file, name): (&TensorFile, &str),
@@ -179,12 +178,12 @@ impl Draft {
         &self.config
     }
 
-    /// What makes logits and proposals of the hidden states.
+    /// The head, which turns hidden states into logits and proposals.
     pub fn head(&self) -> &dyn Head {
         &*self.head
     }
 
-    /// Where each parameter lies in the flat buffer.
+    /// The layout of the flat buffer.
     pub fn layout(&self) -> &DraftLayout {
         &self.layout
     }
@@ -202,12 +201,10 @@ impl Draft {
         self.norm(&self.views.hidden_norm).of(&projected)
     }
 
-    /// The norm that has this weight.
     fn norm<'a>(&self, weight: &'a Tensor) -> Norm<'a> {
         Norm { weight, eps: self.config.rms_norm_eps, kernels: self.kernels }
     }
 
-    /// Rotary tables of `positions`.
     pub(crate) fn tables(&self, positions: &[i64]) -> RotaryTables {
         self.rotary.tables(&dflash_tensor::upload(positions, self.flat.device()))
     }
@@ -232,7 +229,7 @@ impl Draft {
         (q_jngd, self.project_context(layer, &own, rope))
     }
 
-    /// Keys and values of `kv` [T, 2*kv_width]; keys normed and rotated.
+    /// Keys and values from `kv` [T, 2*kv_width]; keys are normed and rotated.
     fn project_context(&self, layer: &LayerViews, kv: &Tensor, rope: &RotaryTables) -> KeyValue {
         let c = &self.config;
         let width = c.kv_width();
@@ -250,7 +247,7 @@ impl Draft {
         heads(v, self.config.head_dim).transpose(0, 1)
     }
 
-    /// The heads of rows like `x`, where the kernels for GPUs take them.
+    /// Head processing of rows like `x`, if the GPU kernels support it.
     fn projected<'a>(
         &self,
         x: &Tensor,
@@ -263,14 +260,14 @@ impl Draft {
         self.kernels.gpu(x).map(|runner| Projected { runner, norms, kv_heads })
     }
 
-    /// [kv heads, N, queries, D] -> contiguous [N, heads * D], heads in the order of the weights.
+    /// [kv heads, N, queries, D] -> contiguous [N, heads * D], heads in weight order.
     fn ungroup_queries(&self, x_jngd: &Tensor) -> Tensor {
         let width = self.config.num_attention_heads * self.config.head_dim;
         x_jngd.permute([1, 0, 2, 3]).reshape([-1, width])
     }
 
-    /// The columns of `o_proj` [H, heads * D] in the order in which attention leaves the heads of a
-    /// slot, [H, queries, kv heads, D] or [H, kv heads, queries, D]. A view.
+    /// The columns of `o_proj` [H, heads * D] in attention's head order, [H, queries, kv heads, D]
+    /// or [H, kv heads, queries, D]. A view.
     fn output_columns(&self, o: &Tensor, order: HeadOrder) -> Tensor {
         let c = &self.config;
         let o_hjgd = o.unflatten(1, [c.num_key_value_heads, c.queries_per_kv(), c.head_dim]);
@@ -281,8 +278,8 @@ impl Draft {
     }
 }
 
-/// Writes the weights of the draft whose flat buffer `part` gives in pieces, and `more` tensors: those
-/// of a wider type before the parameters, so that each is aligned to its type, and the others behind.
+/// Writes the parameters, which `part` returns in pieces, and `more` tensors. Those of a wider type
+/// come before the parameters, so that each is aligned, and the others after.
 fn save_weights(
     config: &DraftConfig,
     (dir, kind): (&Path, Kind),
@@ -319,11 +316,11 @@ fn save_weights(
     writer.finish().map(|_| ())
 }
 
-/// A fresh `fc` [H, K*H] from standard normal numbers of its shape: the auxiliary states' sum over sqrt(K),
+/// A fresh `fc` [H, K*H] from standard normal values: the sum of the auxiliary states over sqrt(K),
 /// plus noise.
 ///
-/// The context then is the target's residual stream from the first step on, not a random projection
-/// of it; LOG.md has what that gains. The scale is free, because `hidden_norm` follows.
+/// So the context is the target's residual stream from the first step on, not a random projection
+/// of it; LOG.md has the gain. The scale is arbitrary, because `hidden_norm` follows.
 fn fresh_fc(normal_hk: &Tensor) -> Tensor {
     let (h, width) = (normal_hk.size()[0], normal_hk.size()[1]);
     let aux_layers = width / h;
@@ -337,7 +334,7 @@ fn linear(x: &Tensor, weight: &Tensor) -> Tensor {
     x.matmul(&weight.tr())
 }
 
-/// `x W^T + b` for a weight stored as [out, in], with or without a bias `[out]`.
+/// `x W^T + b` for a weight stored as [out, in], with an optional bias `[out]`.
 fn projection(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     match bias {
         Some(bias) => bias.addmm(x, &weight.tr()),
@@ -345,7 +342,7 @@ fn projection(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     }
 }
 
-/// `x + b`, with or without a bias of the width of `x`.
+/// `x + b`, with an optional bias of the width of `x`.
 fn plus(x: Tensor, bias: Option<&Tensor>) -> Tensor {
     match bias {
         Some(bias) => x + bias,

@@ -1,52 +1,51 @@
-//! How much arithmetic a packed row needs: plain numbers, no tensors.
+//! Arithmetic of a packed row as plain numbers, without tensors.
 //!
-//! A product of [m, k] by [k, n] counts 2mnk. Only what the result needs is counted: attention by
-//! what is visible, the lm_head for supervised slots alone; scores that are masked, computed again
-//! or thrown away count nothing, nor do norms and other elementwise work. The gradient of a product
-//! takes two products of the same size, except where its input needs no gradient (the context's
-//! features, and in the first layer the slots, whose embeddings are frozen) or its weight needs
-//! none (the lm_head): there it is one.
+//! A product of [m, k] and [k, n] counts 2mnk. Only necessary work is counted: visible pairs in
+//! attention, and the lm_head only for supervised slots; masked scores, recomputation, norms and
+//! other elementwise work count nothing. The gradient of a product takes two products of the same
+//! size, or one if its input needs no gradient (the context's features, and in the first layer the
+//! slots, whose embeddings are frozen) or its weight needs none (the lm_head).
 
 use crate::attention::{BlockPlan, Visibility, WindowRule};
 use crate::draft::{CHECKED_HEAD, DraftConfig, LayerKind, head_config, visibility};
 
-/// What of a packed row costs arithmetic. Fractions are for estimates.
+/// Sizes that determine a packed row's arithmetic. Fractions are for estimates.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowWork {
-    /// C: context rows that some block can see.
+    /// C: context rows visible to some block.
     pub context_rows: f64,
     /// N: slots of all blocks.
     pub slots: f64,
-    /// Pairs of a slot and a position that it sees, context and own block, in a full layer.
+    /// Visible pairs of a slot and a position (context and own block) in a full layer.
     pub full_pairs: f64,
-    /// The same in a sliding layer.
+    /// Visible pairs in a sliding layer.
     pub sliding_pairs: f64,
-    /// Slots whose logits are computed: those with a label.
+    /// Slots whose logits are computed, i.e. those with a label.
     pub active_slots: f64,
-    /// Rows of the lm_head that the draft predicts with.
+    /// Rows of the draft's lm_head.
     pub head_rows: f64,
-    /// Slots for which the target's logits are computed as well.
+    /// Slots for which the target's logits are also computed.
     pub distribution_slots: f64,
 }
 
 /// Floating-point operations of one packed row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowFlops {
-    /// Of the forward pass.
+    /// Forward pass.
     pub forward: f64,
-    /// Of the backward pass.
+    /// Backward pass.
     pub backward: f64,
 }
 
 impl RowFlops {
-    /// Of both passes.
+    /// Both passes.
     pub fn total(&self) -> f64 {
         self.forward + self.backward
     }
 }
 
 impl RowWork {
-    /// The context, slots and visible pairs of a planned row; what the objective adds is left 0.
+    /// Context, slots and visible pairs of a planned row; the objective's fields are 0.
     pub fn of_plan(config: &DraftConfig, plan: &BlockPlan) -> Self {
         let pairs = |kind: LayerKind| {
             if config.layers.contains(&kind) {
@@ -64,7 +63,7 @@ impl RowWork {
         }
     }
 
-    /// Operations that it takes in a draft of `config`.
+    /// Operations in a draft of `config`.
     pub fn flops(&self, config: &DraftConfig) -> RowFlops {
         let (h, i) = (config.hidden_size as f64, config.intermediate_size as f64);
         let q_width = (config.num_attention_heads * config.head_dim) as f64;
@@ -96,7 +95,7 @@ impl RowWork {
     }
 }
 
-/// Pairs of a slot and a position that it sees, over all blocks of a plan.
+/// Visible pairs of a slot and a position, over all blocks of a plan.
 pub(crate) fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize {
     let block = plan.block_size();
     let own: usize = (0..block).map(|slot| visibility.own(slot, block).len()).sum();
@@ -131,8 +130,9 @@ mod tests {
         let plan = plan_blocks(&config, &[0, 5], &[1, 3], WindowRule::Serving);
         let work =
             RowWork { active_slots: 2.0, head_rows: 10.0, ..RowWork::of_plan(&config, &plan) };
-        // Context before the last anchor: 3 rows. Two blocks of 2. The first block's slots see 1
-        // position, the second's 3, and each the 2 of its block: 2 (1 + 2) + 2 (3 + 2) = 16 pairs.
+        // Context before the last anchor: 3 rows. Two blocks of 2. Slots of the first block see 1
+        // context position, those of the second 3, plus 2 in their block: 2 (1 + 2) + 2 (3 + 2) =
+        // 16 pairs.
         assert_eq!((work.context_rows, work.slots, work.full_pairs), (3.0, 4.0, 16.0));
         let fusion = 2 * 3 * 4 * 4;
         let qkv = 2 * 4 * 4 * (4 + 2 + 2);

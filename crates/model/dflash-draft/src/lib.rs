@@ -1,14 +1,14 @@
 //! The DFlash draft model and its training objective.
 //!
-//! Single-device tensor code: nothing here knows a rank, a socket or a command line. Shape suffixes are
-//! those of `dflash-tensor`.
+//! Single-device tensor code: nothing here knows a rank, a socket or a command line. Shape suffixes
+//! are those of `dflash-tensor`.
 //!
 //! - [`Draft`] is the drafter: configuration, weights, training and decoding passes.
-//! - [`attention`] lets blocks see their context and themselves without a mask over both.
+//! - [`attention`] lets blocks attend to their context and themselves without a full mask.
 //! - [`objective`] turns hidden states into loss and gradient without a full logits tensor.
 //! - [`flops`] counts the arithmetic of a row.
 
-// Cases that unit tests share with integration tests name this crate.
+// Lets test cases shared by unit and integration tests name this crate.
 #[cfg(test)]
 extern crate self as dflash_draft;
 

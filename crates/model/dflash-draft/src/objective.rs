@@ -1,14 +1,14 @@
-//! The training objective: loss and gradient of the slots without a tensor of all logits.
+//! The training objective: loss and gradient of the slots without materialising all logits.
 //!
-//! The lm_head is the target's and frozen; the draft's head may add to its products, and has gradients
-//! of its own then. So for a chunk of supervised slots the logits, the loss
-//! and the gradient of the logits are computed in place, and two matrix products (to the logits
-//! and back) are all that is needed: nothing is kept for a later pass, and slots without a label
-//! cost nothing. Everything past the logits is float32 (float64 for gradient checks).
+//! The lm_head is the target's and frozen; the draft's head may modify its output and then has its
+//! own gradients. For each chunk of supervised slots, logits, loss and the logits' gradient are
+//! computed in place. Two matrix products (to the logits and back) suffice; nothing is kept for a
+//! later pass, and slots without a label cost nothing. Everything after the logits is float32
+//! (float64 for gradient checks).
 //!
-//! Losses are returned as a numerator, its gradient and a denominator. Dividing is left to the
-//! caller, who first adds both up over micro-batches and ranks: a token-weighted mean over all of
-//! them, not a mean of means.
+//! Losses are returned as a numerator, its gradient and a denominator. The caller first sums both
+//! over micro-batches and ranks and then divides: a token-weighted mean over all of them, not a
+//! mean of means.
 
 mod element;
 mod labels;
@@ -36,56 +36,55 @@ pub use weight::{
 use crate::draft::{Dflash, Head, HeadChunk, HeadViews};
 use placed::{ChunkPlace, Placed};
 
-/// What is minimised.
+/// The loss to minimise.
 #[derive(Clone, Debug)]
 pub struct Objective {
     /// Element losses and their coefficients.
     pub terms: Vec<(ElementLoss, f64)>,
-    /// How much each slot counts.
+    /// Weights of slots.
     pub weighting: Weighting,
-    /// What the weighted sum is divided by.
+    /// Divisor of the weighted sum.
     pub denominator: Denominator,
-    /// Which token is the right one for cross-entropy and for accuracy.
+    /// Which token is the label for cross-entropy and accuracy.
     pub labels: LabelSource,
-    /// Bytes that one chunk of logits may take.
+    /// Memory limit of one chunk of logits, bytes.
     pub chunk_bytes: usize,
-    /// What computes.
+    /// Kernels to use.
     pub kernels: Kernels,
 }
 
 /// The target's side of a packed row.
 #[derive(Debug)]
 pub struct TargetDistribution {
-    /// The target's last hidden states after its final norm, [R, H].
+    /// The target's last hidden states after the final norm, [R, H].
     pub normed_rh: Tensor,
     /// For each supervised slot the row that predicts its token, `[M]` int64.
     pub rows_m: Tensor,
-    /// The target's lm_head, pruned as the draft's, [V, H].
+    /// The target's lm_head, pruned like the draft's, [V, H].
     pub head_vh: Tensor,
-    /// Scale and soft-cap from the lm_head's output to the target's logits; the draft's logits have
-    /// none.
+    /// Transform from LM-head output to target logits; the draft's logits need none.
     pub output: LogitTransform,
 }
 
-/// What makes logits of hidden states, and learns from them.
+/// The head as used in a pass: turns hidden states into logits and accumulates gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadPass<'a> {
     /// The draft's head.
     pub head: &'a dyn Head,
-    /// The target's lm_head [V, H], pruned as the draft's vocabulary, in the kind of the hidden states.
+    /// The target's lm_head [V, H], pruned to the draft's vocabulary, in the hidden states' type.
     pub lm_head_vh: &'a Tensor,
-    /// Where gradients of the head's own parameters are added up; `None` where nothing is learned.
+    /// Accumulates gradients of the head's parameters; `None` outside training.
     pub gradient: Option<&'a HeadViews>,
 }
 
 impl<'a> HeadPass<'a> {
-    /// The lm_head alone, as DFlash has it.
+    /// DFlash's head: only the lm_head.
     pub fn plain(lm_head_vh: &'a Tensor) -> Self {
         Self { head: &Dflash, lm_head_vh, gradient: None }
     }
 }
 
-/// What one packed row contributes.
+/// A packed row's contribution to the loss.
 #[derive(Debug)]
 pub struct LossOutput {
     /// Gradient of the loss *numerator* with respect to the hidden states, [N, H].
@@ -95,7 +94,7 @@ pub struct LossOutput {
 }
 
 impl Objective {
-    /// Whether the terms or the labels need the target's distribution.
+    /// Whether terms or labels need the target's distribution.
     pub fn needs_target_distribution(&self) -> bool {
         self.labels == LabelSource::TargetArgmax
             || self.terms.iter().any(|(term, _)| term.needs_target_distribution())
@@ -103,10 +102,10 @@ impl Objective {
 
     /// Loss numerator, its gradient and the counts of one packed row.
     ///
-    /// `hidden_nh` [N, H] is the trunk's output after its norm. Call it without autograd.
+    /// `hidden_nh` [N, H] is the trunk's output after its norm. Must be called without autograd.
     ///
     /// # Panics
-    /// When the target's distribution is needed and absent: a bug of the caller.
+    /// If the target's distribution is needed and absent: a bug of the caller.
     pub fn evaluate(
         &self,
         pass: HeadPass<'_>,
@@ -156,12 +155,12 @@ impl Objective {
         }
     }
 
-    /// Logits as the loss takes them.
+    /// Converts logits to the type that the loss is computed in.
     fn worked_on(&self, logits_mv: Tensor, head: &dyn Head) -> Tensor {
         if self.takes_any_kind(&logits_mv, head) { logits_mv } else { wide(logits_mv) }
     }
 
-    /// Whether the logits stay in the kind of the products: the kernels for GPUs take them so.
+    /// Whether logits stay in the product's type, which the GPU kernels support.
     fn takes_any_kind(&self, like: &Tensor, head: &dyn Head) -> bool {
         let is_plain = head.is_plain()
             && self.labels == LabelSource::Data
@@ -181,8 +180,7 @@ impl Objective {
         }
     }
 
-    /// Slots of a chunk within the budget; the target's logits and the mixtures' temporaries
-    /// count too.
+    /// Slots per chunk within the memory limit, with the target's logits and temporaries.
     fn chunk_rows(&self, pass: HeadPass<'_>, with_distribution: bool) -> usize {
         let head_vh = pass.lm_head_vh;
         let copies = if with_distribution { 6 } else { 1 };
@@ -201,7 +199,7 @@ impl TargetDistribution {
     }
 }
 
-/// Logits are worked on in float32, or float64.
+/// Logits in float32, or float64.
 fn wide(logits: Tensor) -> Tensor {
     logits.to_kind(accumulate_kind(&logits))
 }

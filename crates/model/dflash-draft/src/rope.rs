@@ -1,4 +1,4 @@
-//! Rotary embedding of drafts, with the scaling that their configuration asks for.
+//! Rotary embedding of drafts, with optional scaling.
 
 use dflash_formats::RopeScaling;
 use dflash_formats::draft::DraftConfig;
@@ -6,7 +6,6 @@ use dflash_tensor::ops::{Pairs, Rotary};
 use dflash_tensor::rope::{Llama3Scaling, Rope, Scaling, Yarn};
 use tch::Device;
 
-/// Rotary embedding of the queries and keys of a draft of `config`.
 pub(crate) fn of_draft(config: &DraftConfig, device: Device) -> Rotary {
     match &config.rope_scaling {
         Some(scaling) => scaled(scaling, (config.head_dim, config.rope_theta), device),
@@ -14,7 +13,7 @@ pub(crate) fn of_draft(config: &DraftConfig, device: Device) -> Rotary {
     }
 }
 
-/// Rotary embedding of heads of `head_dim` with base `theta`, so scaled.
+/// Scaled rotary embedding of heads of size `head_dim` with base `theta`.
 fn scaled(scaling: &RopeScaling, (head_dim, theta): (i64, f64), device: Device) -> Rotary {
     let original_max_position_embeddings = scaling.original_context();
     let frequencies = match *scaling {
@@ -69,7 +68,7 @@ mod tests {
         assert!(tables.sin_td.get(1).allclose(&sine, 1e-5, 1e-7, false), "{:?}", tables.sin_td);
     }
 
-    /// Numbers of Transformers 5.17's `ROPE_INIT_FUNCTIONS` for a Qwen3Config with these parameters.
+    /// Values of Transformers 5.17's `ROPE_INIT_FUNCTIONS` for a Qwen3Config with these parameters.
     #[test]
     fn frequencies_are_transformers() {
         let yarn = json!({"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,

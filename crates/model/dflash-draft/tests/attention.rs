@@ -1,7 +1,6 @@
 //! The planned attention against a dense reference: random packings, anchors, windows and heads.
 //!
-//! Ours runs by both methods in float64 and, on both paths (flash kernels, materialised scores), in
-//! float32.
+//! Both methods run in float64 and, on both paths (flash kernels, materialised scores), in float32.
 
 #[path = "attention/case.rs"]
 mod case;
@@ -25,8 +24,8 @@ const WAYS: [(Method, Kernels); 5] = [
     (Method::Halves, Kernels::Emulated),
 ];
 
-/// Those that the tests' place has for tensors of this kind and head width: halves on a GPU are its flash
-/// kernels, as [`Method::of`] knows.
+/// Those available at the tests' place for this type and head width: on a GPU, halves use its flash
+/// kernels (see [`Method::of`]).
 fn ways(kind: Kind, head_dim: i64) -> impl Iterator<Item = (Method, Kernels)> {
     let halves = match place().device {
         Device::Cuda(index) => takes_flash(index, kind, head_dim).unwrap(),
@@ -106,7 +105,7 @@ fn planned_attention_equals_the_dense_formula_with_all_gradients() {
             for way in ways(Kind::Float, case.head_dim) {
                 check(Kind::Float, way, 2e-5);
             }
-            // Both kinds of kernels are one in float64.
+            // In float64 both kinds of kernels are the same.
             for way in ways(Kind::Double, case.head_dim) {
                 if way.1 == Kernels::Portable {
                     check(Kind::Double, way, 1e-10);
@@ -116,13 +115,13 @@ fn planned_attention_equals_the_dense_formula_with_all_gradients() {
     }
 }
 
-/// In the kind of the tests' place: in bfloat16 on a GPU these are the flash kernels.
+/// In the type of the tests' place: in bfloat16 on a GPU these are the flash kernels.
 #[test]
 fn planned_attention_equals_the_dense_formula_in_the_kind_of_the_place() {
     let mut random = random();
     for _ in 0..30 {
         let case = Case::random(&mut random);
-        // Flash kernels take no other widths.
+        // Flash kernels support no other widths.
         let case = Case { head_dim: 8 * (case.head_dim as u64).div_ceil(8) as i64, ..case };
         let plan = case.plan();
         let rounded = |x: &Tensor| x.to_kind(place().kind).to_kind(Kind::Double);
@@ -146,7 +145,7 @@ fn nothing_leaks_from_what_a_block_must_not_see() {
         let mask = case.mask(&plan);
         let block = random.random_range(0..case.anchors.len());
         let slots = block * case.block_size..(block + 1) * case.block_size;
-        // everything that no slot of the block sees becomes something else
+        // replace everything that no slot of the block sees
         let hidden = mask
             .narrow(0, slots.start as i64, case.block_size as i64)
             .any_dim(0, false)
@@ -174,8 +173,8 @@ fn nothing_leaks_from_what_a_block_must_not_see() {
 }
 
 /// Relative error of the context's gradients in bfloat16 over 64 chunks or 9 depths of halves. With
-/// sums in float32 4e-4 and 1.4e-3 were measured: each part is rounded once, and a rectangle's part is
-/// most of the sum. With sums in bfloat16 1.3e-2 and 2.7e-3.
+/// float32 sums 4e-4 and 1.4e-3 were measured: each part is rounded once, and a rectangle's part
+/// dominates the sum. With bfloat16 sums 1.3e-2 and 2.7e-3.
 fn bf16_sum(method: Method) -> f64 {
     match method {
         Method::Chunks => 1e-3,
@@ -183,8 +182,8 @@ fn bf16_sum(method: Method) -> f64 {
     }
 }
 
-/// Every part behind a context row adds to that row's gradients: in bfloat16, whose sums stop
-/// growing at 256 addends of one size, the sum itself has to be wider.
+/// Every part that sees a context row adds to that row's gradients: bfloat16 sums stop growing
+/// after 256 addends of equal size, so the sum needs a wider type.
 #[test]
 fn in_bf16_a_context_rows_gradients_over_many_parts_are_those_of_float64() {
     let anchors = 130..130 + 512;
@@ -200,7 +199,7 @@ fn in_bf16_a_context_rows_gradients_over_many_parts_are_those_of_float64() {
     let plan = case.plan();
     let chunks = plan.chunks(&case.visibility, case.group as usize).len();
     assert!(chunks >= 64, "{chunks} chunks");
-    // Queries and upstream gradients of one sign mostly, so that the sums grow from part to part.
+    // Queries and upstream gradients mostly of one sign, so that the sums grow from part to part.
     let inputs: Vec<Tensor> = random_inputs(&mut random(), &case, &plan)
         .iter()
         .zip([0.5, 0.0, 0.0, 0.0, 0.0, 1.0])

@@ -1,10 +1,10 @@
-//! Every loss against its definition and against central differences, in float64; float32 on both
-//! paths against that.
+//! Every loss compared with its definition and with central differences, in float64; float32 on
+//! both paths compared with that.
 //!
-//! The definitions are written down a second time here, slot by slot in plain Rust, so that a slip
-//! in the tensor code shows in the value and one in its closed gradients shows in the differences.
-//! The weights of D-PACE and the mixing weight of `lk` are held at their values at the point where
-//! the gradient is taken, as the method says: they carry no gradient.
+//! The definitions are repeated here, slot by slot in plain Rust, so that an error in the tensor
+//! code shows in the value and one in its closed-form gradients shows in the differences. The
+//! weights of D-PACE and the mixing weight of `lk` are held at their values at the point of the
+//! gradient, as the method prescribes: they carry no gradient.
 
 #[path = "gradients/reference.rs"]
 mod reference;
@@ -23,8 +23,7 @@ const HIDDEN: usize = 5;
 const VOCABULARY: usize = 11;
 const BLOCK: usize = 4;
 
-/// Half of the distance over which differences are taken: the rounding of float64 over it and the
-/// cubic term of the losses are then both near 1e-10.
+/// Half the step of the differences: float64 rounding and the cubic term are both near 1e-10.
 const STEP: f64 = 1e-5;
 const TOLERANCE: f64 = 1e-7;
 
@@ -57,7 +56,7 @@ impl World {
         };
         Self {
             input_ids: (0..tokens).map(|t| (t * t + 3 * t) % VOCABULARY as i64).collect(),
-            // a hole in a block, and a block whose slots end with the document
+            // a gap in a block, and a block that ends with the document
             loss_mask: (0..tokens).map(|t| t != 2 && t != 13).collect(),
             document_starts: vec![0, 8, tokens as usize],
             hidden_nh: normal(anchors.len() * BLOCK),
@@ -77,7 +76,7 @@ impl World {
         BlockLabels::new(row, &self.anchors, BlockShape::fill_in(BLOCK), self.vocabulary.as_ref())
     }
 
-    /// Loss, its denominator and the gradient of their quotient [N, H], as the trainer sees them.
+    /// Loss, its denominator and the gradient of their quotient, [N, H], as seen by the trainer.
     fn evaluate(&self, objective: &Objective, kind: Kind) -> (f64, f64, Vec<f64>) {
         let labels = self.labels();
         let rows = labels.distribution_rows_on(Device::Cpu);
@@ -104,7 +103,7 @@ impl World {
         (report.loss, divisor, Vec::try_from(gradient).unwrap())
     }
 
-    /// The same row for the definitions: which slots count, by which token, before which rows.
+    /// The same row for the definitions: supervised slots, labels, and predicting target rows.
     fn reference(&self) -> Reference {
         let rows = |x: &Tensor| -> Rows {
             let width = x.size()[1] as usize;
@@ -189,7 +188,7 @@ fn weightings() -> [Weighting; 3] {
     ]
 }
 
-/// Every weighting, denominator and vocabulary of one sum of terms.
+/// Every weighting, denominator and vocabulary for one sum of terms.
 fn check_all(terms: &[(ElementLoss, f64)], labels: LabelSource) {
     no_grad(|| {
         for (seed, pruned) in [(1, false), (2, true)] {

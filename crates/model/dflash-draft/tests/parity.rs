@@ -1,5 +1,5 @@
-//! Draft and objective against reference vectors: every file and every case there is, on all paths. The vectors
-//! are in float32, from a CPU.
+//! Draft and objective compared with reference vectors: every file and case, on all paths. The
+//! vectors are in float32, from a CPU.
 
 #[path = "parity/heads.rs"]
 mod heads;

@@ -1,5 +1,6 @@
-//! The draft's passes against each other: keeping only the layers' inputs changes what is kept and
-//! not one bit of a gradient, and a block decoded over a cache is the block that training saw.
+//! The draft's passes compared with each other: keeping only the layers' inputs changes what is
+//! stored but not one bit of a gradient, and a block decoded over a cache equals the block seen in
+//! training.
 
 use dflash_draft::attention::WindowRule;
 use dflash_draft::{
@@ -14,7 +15,7 @@ const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Emulated
 const LAYERS: usize = 3;
 const HIDDEN: i64 = 32;
 const WIDE: i64 = 96;
-/// Query heads, key/value heads, width of a head.
+/// Query heads, key/value heads, head dimension.
 const HEADS: (i64, i64, i64) = (4, 2, 8);
 
 fn config() -> DraftConfig {
@@ -42,7 +43,7 @@ fn config() -> DraftConfig {
     }
 }
 
-/// A draft with noise for weights, in its biases too.
+/// A draft with random weights and biases.
 fn fresh(config: DraftConfig) -> Draft {
     tch::manual_seed(4);
     let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
@@ -107,7 +108,7 @@ fn gradients_are_the_same_and_far_less_is_kept() {
             assert_eq!(inputs, shared + LAYERS as i64 * slots * HIDDEN * width);
             let (heads, kv_heads, dim) = HEADS;
             let of_slot = 2 * HIDDEN + (heads + 2 * kv_heads) * dim + heads * dim + 2 * WIDE;
-            // the log-sum-exp of each head is float32 in any case
+            // the log-sum-exp of each head is always float32
             let layer =
                 slots * (of_slot * width + heads * 4) + context * 2 * kv_heads * dim * width;
             assert_eq!(all, shared + LAYERS as i64 * layer);
@@ -116,7 +117,7 @@ fn gradients_are_the_same_and_far_less_is_kept() {
     });
 }
 
-/// A window smaller than the block ends inside the block, in both passes.
+/// With a window smaller than the block, which ends inside it in both passes.
 #[test]
 fn a_decoded_block_is_the_one_that_training_saw() {
     let _draws = alone();
@@ -157,7 +158,7 @@ fn a_decoded_block_is_the_one_that_training_saw() {
     }
 }
 
-/// Context comes as a prompt of many rows, then a few at a time; a CPU takes these another way.
+/// Context of many rows, then a few at a time; a CPU handles the two differently.
 #[test]
 fn a_block_over_context_of_many_rows_and_few_is_the_portable_one() {
     let _draws = alone();

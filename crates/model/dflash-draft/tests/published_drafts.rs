@@ -1,4 +1,4 @@
-//! Configurations of published drafts, as they stand in their repositories, but for keys that nobody reads.
+//! Configurations of published drafts, without keys that are never read.
 
 use std::path::Path;
 
@@ -130,7 +130,7 @@ fn layers_of_other_kinds_are_refused_by_name() {
     assert!(parse(&outer("is_neox_style", json!(true))).is_ok());
 }
 
-/// A draft with YaRN is written so that every engine takes the same of it, and is read back alike.
+/// A draft with YaRN is read alike by every engine, and read back identically.
 #[test]
 fn a_scaled_draft_is_saved_and_loaded() {
     let dir = tempfile::tempdir().unwrap();

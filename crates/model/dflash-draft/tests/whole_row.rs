@@ -1,5 +1,6 @@
-//! A whole packed row at a realistic shape: float32 on all paths (kernels, flash attention, chunks,
-//! threads; libtorch's operations; the kernels for GPUs, emulated) gives the loss and every gradient of float64.
+//! A packed row of realistic shape: float32 on all paths (kernels, flash attention, chunks,
+//! threads; libtorch's operations; the GPU kernels, emulated) gives the loss and every gradient of
+//! float64.
 
 use dflash_draft::attention::WindowRule;
 use dflash_draft::objective::{
@@ -38,7 +39,7 @@ fn config() -> DraftConfig {
     }
 }
 
-/// Weights of a draft, noise in its biases too.
+/// Weights of a draft, with random biases.
 fn fresh(config: DraftConfig) -> Tensor {
     let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
     let draft = Draft::init(config, Device::Cpu, normal);
@@ -149,13 +150,13 @@ fn float32_gives_the_gradients_of_float64_on_all_paths() {
     });
 }
 
-/// Half precision rounds between the operations: the fused kernels round less often than libtorch's
-/// operations do, and come as near to float64.
+/// Half precision rounds between operations: the fused kernels round less often than libtorch's
+/// operations, and must be as close to float64.
 #[test]
 fn bfloat16_by_the_kernels_for_gpus_is_as_near_float64_as_by_libtorchs_operations() {
     let _draws = alone();
-    // The gradients of biases are few numbers each: the chance in their rounding is more than what is
-    // looked for.
+    // The gradients of biases have few numbers each: the randomness of their rounding exceeds the
+    // effect tested here.
     let config = || DraftConfig { attention_bias: false, ..config() };
     no_grad(|| {
         tch::manual_seed(3);

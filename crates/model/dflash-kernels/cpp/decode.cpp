@@ -1,13 +1,13 @@
-// A few rows (a token, a block, a short prompt) through a model's layers on a CPU; `src/decode.rs` declares
-// the same functions. Compiled once for each level of DFLASH_DECODE_LEVELS, with LEVEL its name: what a
-// level needs of its own is in the file of that name in `decode/`, the rest is shared.
+// Passes of a few rows (a token, a block, a short prompt) through a model's layers on a CPU;
+// declared in `src/decode.rs`. Compiled once per level of DFLASH_DECODE_LEVELS with LEVEL set to
+// its name; level-specific code is in the file of that name in `decode/`.
 //
-// All threads of a team run the same function and meet at barriers. A matrix is read once for up to
-// `kRowBlock` rows, 32 outputs at a time. Each output is summed by one thread in the order of the depth, so
-// neither the number of threads nor the number of rows changes a bit of any result.
+// All threads of a team run the same function and synchronise at barriers. A matrix is read once
+// for up to `kRowBlock` rows, 32 outputs at a time. Each output is summed by one thread in order of
+// the depth, so results do not depend on the number of threads or rows, to the bit.
 //
-// No function of the standard library is called that could be compiled here and linked elsewhere:
-// its copy would need this file's instruction set.
+// No standard library function is called that could be compiled here and linked elsewhere: its copy
+// would require this file's instruction set.
 #include "decode.h"
 
 #include <cmath>
@@ -28,13 +28,13 @@
 
 namespace {
 
-// Meets the other threads; whether this one goes on, among how many.
+// Waits for the other threads. Returns whether this one continues, and updates the thread count.
 inline bool goes_on(DflashBarrier* barrier, int64_t thread, int64_t& threads) {
   threads = dflash_barrier_wait(barrier);
   return thread < threads;
 }
 
-// Rows of `dim` floats behind a norm (or as they are where it is null), as a product takes them.
+// Normalises rows of `dim` floats (copies them if `norm` is null) into a product's element type.
 template <typename Kind>
 inline void prepare(const float* x, const float* norm, float* out, Share rows, int64_t dim,
                     float eps) {
@@ -49,7 +49,7 @@ inline void prepare(const float* x, const float* norm, float* out, Share rows, i
   }
 }
 
-// One thread's part in a call.
+// One thread of a call.
 struct Member {
   int64_t thread, threads;
   DflashBarrier* barrier;
@@ -57,8 +57,8 @@ struct Member {
   Share share_of(int64_t count) const { return share(count, thread, threads); }
 };
 
-// As `prepare`, of all rows. False for a thread whose team was dissolved. `out` is the thread's own for few
-// rows, and else that of all.
+// `prepare` for all rows; false if this thread's team was dissolved. With `few`, each thread
+// prepares all rows in its own `out`; otherwise threads split the rows of a common `out`.
 template <typename Kind>
 inline bool prepare_all(const float* x, const float* norm, float* out, int64_t rows, int64_t dim,
                         float eps, bool few, Member& member) {
@@ -66,7 +66,7 @@ inline bool prepare_all(const float* x, const float* norm, float* out, int64_t r
   return few || member.meets();
 }
 
-// Rows of a sequence, from its first on, whose output nobody reads.
+// Number of leading rows of a sequence whose output is not needed.
 inline int64_t unread_of(const DflashSequence& sequence, int64_t first_row, int64_t unread) {
   const int64_t own = unread - first_row;
   return own <= 0 ? 0 : own < sequence.rows ? own : sequence.rows;
@@ -90,8 +90,8 @@ void attend_heads(const DflashPass& pass, const Sizes& sizes, int64_t layer, con
   }
 }
 
-// Calls `each` with every head of the pass, its sequence's part of a round and of the memory for parts, and
-// the sequence's first row.
+// Calls `each` with every head of the pass, its sequence's round and memory for partial results,
+// and the sequence's first row.
 template <typename Each>
 inline void heads_of_round(const DflashPass& pass, const Sizes& sizes, int64_t layer,
                            const Scratch& scratch, int64_t unread, int64_t round, const Each& each) {
@@ -145,7 +145,7 @@ inline void attend_chunks(const DflashPass& pass, const Sizes& sizes, int64_t la
   });
 }
 
-// A thread's share of the joining of parts.
+// A thread's share of merging the partial results.
 template <typename Element>
 void join_chunks(const DflashPass& pass, const Sizes& sizes, int64_t layer, const Scratch& scratch,
                  int64_t unread, int64_t round, const Member& member) {
@@ -171,7 +171,7 @@ void join_chunks(const DflashPass& pass, const Sizes& sizes, int64_t layer, cons
   });
 }
 
-// False for a thread whose team was dissolved.
+// Returns false if this thread's team was dissolved.
 template <typename Element>
 bool attend(const DflashPass& pass, const Sizes& sizes, int64_t layer, const Scratch& scratch,
             int64_t unread, Member& member) {
@@ -191,7 +191,7 @@ bool attend(const DflashPass& pass, const Sizes& sizes, int64_t layer, const Scr
   return true;
 }
 
-// False for a thread whose team was dissolved. What the first `unread` rows become is not computed.
+// Returns false if this thread's team was dissolved. The first `unread` rows are not updated.
 template <typename Kind>
 bool run_layer(const DflashPass& pass, const Sizes& sizes, int64_t number, const Scratch& scratch,
                int64_t unread, Member& member) {
@@ -236,7 +236,7 @@ bool run_layer(const DflashPass& pass, const Sizes& sizes, int64_t number, const
   return member.meets();
 }
 
-// Copies the residual stream to where the states behind `layers` layers are wanted.
+// Copies the residual stream to the outputs for the hidden states after `layers` layers.
 void copy_aux_states(const DflashPass& pass, int64_t layers) {
   const int64_t hidden = pass.shape->hidden, count = pass.aux_layer_count;
   for (int64_t c = 0; c < count; ++c) {
@@ -254,7 +254,7 @@ void run_pass(const DflashPass& pass, Member member) {
   const int64_t hidden = pass.shape->hidden;
   for (int64_t layer = 0; layer < pass.layer_count; ++layer) {
     const int64_t unread = layer + 1 < pass.layer_count ? 0 : pass.unread;
-    // Nobody writes to x before two more barriers.
+    // x is not written before two more barriers.
     if (member.thread == 0) copy_aux_states(pass, layer);
     if (!run_layer<Kind>(pass, sizes, layer, scratch, unread, member)) return;
   }
@@ -337,7 +337,7 @@ struct Best {
   }
 };
 
-// Of equal logits the first is the largest.
+// The first of equal logits wins.
 inline void reduce(const Best& best, float& value, int64_t& token) {
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const bool larger = best.value[lane] > value;
@@ -356,7 +356,7 @@ void run_head(const DflashHead& head, Member member) {
   if (!prepare_all<Kind>(head.x, head.norm, scratch.normed, rows, hidden, head.eps, rows <= kFewRows,
                          member))
     return;
-  // Those that multiply, though not all of them may go on from there.
+  // All threads that multiply, including those that stop at the next barrier.
   const int64_t all = member.threads;
   const float smallest = -__builtin_inff();
   Ints lanes;
@@ -387,7 +387,7 @@ void run_head(const DflashHead& head, Member member) {
   }
 }
 
-// Calls a function for the kind of products that was asked for.
+// Calls a function instantiated for the requested products.
 #if defined(DFLASH_BFLOAT16_PAIRS)
 #define WITH_KIND(products, run, ...)                     \
   switch (products) {                                     \

@@ -1,5 +1,5 @@
-// The few-row passes of decoding on a CPU: what `decode.rs` hands over, and what the copies of
-// `decode.cpp`, one for each instruction set, share with `decode_team.cpp`.
+// Few-row decoding passes on a CPU: the arguments from `decode.rs`, and what the per-level copies
+// of `decode.cpp` share with `decode_team.cpp`.
 #pragma once
 
 #include <cstdint>
@@ -14,23 +14,23 @@
 
 extern "C" {
 
-// What products take.
+// Operand types of products.
 enum DflashProducts : int32_t {
   kFloat32 = 0,
   // Weights in bfloat16, rows in float32.
   kBfloat16Weights = 1,
-  // Rows rounded to bfloat16 as well, where the processor multiplies these; else as above.
+  // Rows are rounded to bfloat16 too if the processor multiplies it; otherwise as above.
   kBfloat16 = 2,
 };
 
 // Weights of a layer. Matrices are packed in panels of 32 columns: [panels][depth][32] in float32,
-// [panels][depth / 2][32][2] in bfloat16, an odd depth filled up with zeros. Gate and up share panels,
-// 16 columns each. Norms and biases are float32; null where there is none.
+// [panels][depth / 2][32][2] in bfloat16, with an odd depth zero-padded. Gate and up share panels,
+// 16 columns each. Norms and biases are float32, or null if absent.
 struct DflashLayer {
   const void *qkv, *output, *gate_up, *down;
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
   const float *input_norm, *post_norm, *query_norm, *key_norm;
-  // Tokens that a query sees, itself included; 0 for all.
+  // Sliding window in tokens, including the query's own; 0 for full attention.
   int64_t window;
 };
 
@@ -38,7 +38,7 @@ struct DflashShape {
   int64_t hidden, inner, query_heads, kv_heads, head_dim;
   float eps;
   DflashProducts products;
-  // Whether a query sees no key behind its own position; where not, all of its sequence's.
+  // Whether attention is causal; otherwise a query sees all keys of its sequence.
   int32_t causal;
 };
 
@@ -47,51 +47,51 @@ struct DflashKeysValues {
   float *keys, *values;
 };
 
-// New rows behind the `start` cached positions of a sequence.
+// New rows of a sequence with `start` cached positions.
 struct DflashSequence {
   int64_t rows, start;
-  // Positions that its cache holds, and how they lie in memory.
+  // Capacity of the cache in positions, and its strides.
   int64_t positions, key_stride, value_stride;
-  // One for each layer.
+  // One per layer.
   const DflashKeysValues* held;
-  // Of the rows' positions, [rows][head_dim / 2].
+  // Rotary tables for the rows' positions, [rows][head_dim / 2].
   const float *cosine, *sine;
 };
 
-// The rows of some sequences, one after the other, through all layers.
+// A pass of the rows of several sequences, concatenated, through all layers.
 struct DflashPass {
   const DflashShape* shape;
   const DflashLayer* layers;
   const DflashSequence* sequences;
   int64_t layer_count, sequence_count, rows;
-  // Rows from the first on whose output nobody reads; their keys and values are written.
+  // Number of leading rows whose output is not needed; only their keys and values are written.
   int64_t unread;
   // The residual stream [rows][hidden], in and out.
   float* x;
-  // States that are wanted: 0 for the rows as they come, k for the output of layer k; and where they
-  // go [rows][aux_layer_count][hidden].
+  // Wanted hidden states (0 for the input rows, k for the output of layer k) and their destination
+  // [rows][aux_layer_count][hidden].
   const uint32_t* aux_layer_ids;
   int64_t aux_layer_count;
   float* aux_states;
-  // Norm of the last layer's output, in place; or null.
+  // Weight of the norm applied in place to the last layer's output, or null.
   const float* final_norm;
   float* scratch;
 };
 
-// Keys and values of accepted context, for all layers at once.
+// Computes keys and values of accepted context for all layers.
 struct DflashContext {
   const DflashShape* shape;
   const DflashLayer* layers;
   const DflashSequence* sequences;
   int64_t layer_count, sequence_count, rows, features;
-  // [rows][features] through fc (packed, [features] to [hidden]) and its norm.
+  // [rows][features], followed by fc (packed, [features] to [hidden]) and its norm.
   const float* x;
   const void* fc;
   const float* norm;
   float* scratch;
 };
 
-// Logits of rows, their largest, or both.
+// Logits of rows, their argmax, or both.
 struct DflashHead {
   const void* matrix;
   int64_t hidden, outputs, rows;
@@ -108,39 +108,39 @@ struct DflashHead {
   float* scratch;
 };
 
-// Many rows, and what they are added to.
+// Adds the products of many rows to `out`.
 struct DflashProduct {
   const void* matrix;
-  // Inputs, outputs and panels of the matrix, and whether gate and up share the panels.
+  // Size of the matrix, and whether gate and up share its panels.
   int64_t depth, outputs, panels, gated, rows;
   // [rows][depth]
   const float* x;
   DflashProducts products;
-  // [rows][outputs], to which the products are added.
+  // [rows][outputs], added to.
   float* out;
-  // [rows filled up to 32][depth filled up to 2]
+  // [rows, padded to 32][depth, padded to 2]
   float* scratch;
 };
 
-// Floats of scratch memory that a call takes with so many threads, or fewer.
+// Scratch memory, in floats, for a call with up to `threads` threads.
 int64_t dflash_decode_pass_scratch(const DflashPass* pass, int64_t threads);
 int64_t dflash_decode_context_scratch(const DflashContext* context, int64_t threads);
 int64_t dflash_decode_head_scratch(const DflashHead* head, int64_t threads);
 
-// Where the threads of a team wait for each other. Where one of them was kept from running, the team
-// is dissolved there, and the first thread goes on alone.
+// Barrier of a team's threads. If a thread was descheduled, the team is dissolved at the next
+// barrier and the first thread continues alone.
 struct DflashBarrier {
   alignas(64) uint32_t arrived;
   alignas(64) uint32_t turn;
-  // Set when a wait took so long that a thread was not running.
+  // Set when a wait was so long that a thread must have been descheduled.
   alignas(64) uint32_t late;
-  // Threads that go on.
+  // Threads that continue.
   uint32_t threads;
-  // When the pass began, ns.
+  // Start of the pass, ns.
   int64_t began;
 };
 
-// Returns how many threads go on: those beyond have nothing more to do.
+// Returns how many threads continue; those with higher numbers return.
 int64_t dflash_barrier_wait(DflashBarrier* barrier);
 
 #define DFLASH_DECLARE(level)                                                                    \

@@ -1,4 +1,4 @@
-// How much scratch memory the calls of `decode.cpp` take.
+// Scratch memory sizes for the calls of `decode.cpp`.
 #include "decode.h"
 #include "decode/layout.h"
 

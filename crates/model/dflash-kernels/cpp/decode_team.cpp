@@ -1,12 +1,12 @@
-// The threads that run `decode.cpp` together, and the choice among its copies.
+// The thread team of `decode.cpp`, and the selection of its copy.
 //
-// A pass over a small model takes under a millisecond and its threads meet forty times, so they wait
-// by spinning, which libgomp's threads here must not (they share the machine with servers). Spinning
-// is bounded: between passes a thread that waits too long sleeps, within one it yields. Where a thread
-// was kept from running, the rest of the pass and the next passes run on the caller alone, since each
-// meeting with such a thread costs a time slice. Threads that read a large model's weights are milliseconds
-// apart by themselves: what counts as kept from running grows with the pass. No result depends on the number
-// of threads.
+// A pass over a small model takes under a millisecond and synchronises forty times, so threads
+// spin. libgomp's threads must not spin here, since they share the machine with servers. Spinning
+// is bounded: between passes a thread that waits too long sleeps, within a pass it yields. If a
+// thread is descheduled, the rest of the pass and the next passes run on the caller's thread alone,
+// since every barrier with such a thread costs a time slice. Threads that read a large model's
+// weights drift apart by milliseconds, so the threshold for "descheduled" grows with the pass.
+// Results do not depend on the number of threads.
 #include <pthread.h>
 
 #include <algorithm>
@@ -22,11 +22,12 @@
 
 namespace {
 
-// Of some 15 ns each: 0.2 ms, many times what threads that run wait for each other, or one to wake.
+// About 15 ns each, 0.2 ms in total: many times longer than running threads wait for each other, or
+// than a wake-up takes.
 constexpr int kSpins = 12000;
-// Between passes: 300 us, enough for what a decoder does there.
+// Between passes: 300 us, enough for the decoder's work there.
 constexpr int kIdleSpins = 20000;
-// Passes that the caller runs alone after one that was held up: doubled each time it happens again.
+// Passes that the caller runs alone after a delayed one; doubled at each repetition.
 constexpr int kFewestAlone = 8, kMostAlone = 1024;
 
 inline void pause() {
@@ -39,8 +40,8 @@ inline void pause() {
 
 }  // namespace
 
-// Whether a thread that others have waited for so long (ns) was kept from running, in a pass that had taken so
-// long before: one that runs may have twice the work of another.
+// Whether a thread awaited for `waited` ns was descheduled, in a pass that had run for `before` ns:
+// a running thread may have twice the work of another.
 extern "C" int32_t dflash_decode_is_late(int64_t waited, int64_t before) { return waited > before; }
 
 namespace {
@@ -49,7 +50,8 @@ inline int64_t nanoseconds() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Waits for threads of a pass. One that is late beyond `kSpins` was not running: the pass is marked as late.
+// Spins until `is_over`. After `kSpins` it checks for a descheduled thread, and if so marks the
+// pass as late.
 template <typename Over>
 inline void await(DflashBarrier* barrier, const Over& is_over) {
   for (int spins = 0; spins < kSpins; ++spins) {
@@ -66,7 +68,7 @@ inline void await(DflashBarrier* barrier, const Over& is_over) {
 
 using Body = void (*)(const void*, int64_t, int64_t, DflashBarrier*);
 
-// Passes that one thread ran though there were more, since one had been late.
+// Passes that one thread ran instead of several because of an earlier late thread.
 std::atomic<int64_t> passes_alone{0};
 
 class Team {
@@ -99,12 +101,12 @@ class Team {
     }
     body(work, 0, threads_, &barrier_);
     await_workers();
-    // One that had to wake says nothing about the machine.
+    // A late thread that had to be woken says nothing about the machine's load.
     if (!slept) back_off(__atomic_load_n(&barrier_.late, __ATOMIC_RELAXED) != 0);
   }
 
  private:
-  // Workers live as long as the process. Where no more can be started, fewer do the work.
+  // Workers live until the process exits. If no more can be started, fewer do the work.
   void hire(int64_t workers) {
     for (; hired_ < workers; ++hired_) {
       try {
@@ -163,7 +165,7 @@ class Team {
   DflashBarrier barrier_{};
 };
 
-// Never destroyed: workers may wait in it while the process ends.
+// Never destroyed: workers may still wait in it at process exit.
 Team& team() {
   static Team* const team = new Team;
   return *team;
@@ -188,7 +190,7 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
   const uint32_t turn = __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE);
   if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == barrier->threads) {
     __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
-    // The others wait, so that only this thread looks at it now.
+    // The others wait, so only this thread accesses it now.
     if (__atomic_load_n(&barrier->late, __ATOMIC_RELAXED) != 0) barrier->threads = 1;
     const int64_t threads = barrier->threads;
     __atomic_store_n(&barrier->turn, turn + 1, __ATOMIC_RELEASE);
@@ -236,7 +238,7 @@ void dflash_decode_head(DflashLevel level, const DflashHead* head, int64_t threa
   team().run(DFLASH_CHOOSE(level, DflashHead, head), head, threads);
 }
 
-// 0 where libtorch multiplies faster, and nothing is done.
+// Returns 0 without doing anything if libtorch is faster.
 int64_t dflash_decode_product(DflashLevel level, const DflashProduct* product, int64_t threads) {
   if (DFLASH_CALL(level, dflash_product_takes)(product) == 0) return 0;
   team().run(DFLASH_CHOOSE(level, DflashProduct, product), product, threads);

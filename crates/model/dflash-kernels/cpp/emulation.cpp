@@ -1,5 +1,5 @@
-// The kernels for GPUs, run on a CPU; `src/gpu/launch.rs` declares the same functions. Failures are
-// messages from malloc, as those of guarded.h.
+// Runs the GPU kernels on a CPU; declared in `src/gpu/launch.rs`. Errors are malloc'ed messages, as
+// in guarded.h.
 #include <csetjmp>
 #include <memory>
 #include <stdexcept>
@@ -13,26 +13,26 @@
 namespace emulation {
 namespace {
 
-// Not a power of two: the stacks' ends then fall on different sets of the processor's cache.
+// Not a power of two, so the stacks' ends map to different cache sets.
 constexpr size_t kStack = (16 << 10) + 5 * 64;
 constexpr unsigned kWarp = 32;
 
 enum class State { kReady, kAtWarp, kAtBlock, kDone };
 
-// A thread of a block. Fibers are entered once by a context, and then go back and forth by jumps,
-// which unlike contexts cost no calls of the system.
+// A thread of a block. Fibers are entered once through a ucontext and then switched with
+// setjmp/longjmp, which needs no system calls.
 struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStack]};
   ucontext_t context;
   jmp_buf inside;
   bool entered = false;
   State state = State::kDone;
-  // What was brought to the last exchange and the one before: a thread is at most one ahead.
+  // Values of the last two exchanges: a thread is at most one exchange ahead.
   uint32_t brought[2];
   unsigned exchanges = 0;
 };
 
-// The fibers of a host's thread.
+// The fibers of a host thread.
 struct Team {
   std::vector<std::unique_ptr<Fiber>> fibers;
   Place here;
@@ -48,14 +48,14 @@ Team& team() {
   return team;
 }
 
-// Gives the turn back, to go on here when it comes again.
+// Yields; continues here at its next turn.
 __attribute__((noinline)) void leave(State state) {
   Fiber& fiber = team().current();
   fiber.state = state;
   if (_setjmp(fiber.inside) == 0) _longjmp(team().outside, 1);
 }
 
-// A fiber outlives blocks and launches.
+// A fiber is reused across blocks and launches.
 void run_for_ever() {
   while (true) {
     team().kernel(team().arguments);
@@ -75,7 +75,7 @@ __attribute__((noinline)) void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-// Lets those go on that wait at `state`, if all of [begin, end) do.
+// Resumes the threads [begin, end) if all of them wait in `state`.
 bool release(State state, unsigned begin, unsigned end) {
   for (unsigned thread = begin; thread < end; ++thread)
     if (team().fibers[thread]->state != state) return false;
@@ -91,7 +91,7 @@ bool release_some(unsigned threads) {
   return released;
 }
 
-// Runs each that can; whether all are done.
+// Runs every ready thread; returns whether all are done.
 bool run_ready(unsigned threads) {
   bool done = true;
   for (unsigned thread = 0; thread < threads; ++thread) {
@@ -110,7 +110,7 @@ void run_block(unsigned threads) {
   }
   while (!run_ready(threads))
     if (!release_some(threads)) {
-      // They stand in the middle of a kernel.
+      // They are suspended inside a kernel.
       team().fibers.clear();
       throw std::runtime_error("threads of a block wait for others that never come");
     }
@@ -122,7 +122,7 @@ void run(void (*kernel)(const void*), unsigned blocks, unsigned threads, size_t 
     throw std::runtime_error("a block must be of whole warps");
   Team& all = team();
   while (all.fibers.size() < threads) all.fibers.emplace_back(new Fiber);
-  // NaN, so that what is read before it is written shows.
+  // NaN, to expose reads before writes.
   std::vector<float> memory(shared / sizeof(float));
   all.kernel = kernel;
   all.arguments = arguments;
@@ -173,7 +173,7 @@ uint32_t exchange(uint32_t mine, unsigned partner) {
 
 extern "C" {
 
-// Runs a kernel as a GPU would; null, or what was wrong.
+// Runs a kernel as a GPU would. Returns null or an error message.
 char* dflash_emulate(const char* name, uint32_t blocks, uint32_t threads, size_t shared,
                       const void* arguments, size_t bytes) {
   try {
@@ -184,7 +184,7 @@ char* dflash_emulate(const char* name, uint32_t blocks, uint32_t threads, size_t
   }
 }
 
-// The name of a kernel and the bytes of its struct; null behind the last.
+// A kernel's name and struct size in bytes; null after the last.
 const char* dflash_emulated_kernel(size_t index, size_t* bytes) {
   if (index >= std::size(emulation::kKernels)) return nullptr;
   *bytes = emulation::kKernels[index].bytes;

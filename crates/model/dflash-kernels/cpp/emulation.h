@@ -1,6 +1,6 @@
-// What CUDA gives to the kernels of `cuda/kernels.cu`, for a CPU: each thread of a block is a fiber,
-// and the fibers run one after the other up to where they wait for each other. Waits that a GPU would
-// not survive (a barrier that some threads miss, a partner that has ended) are errors.
+// CPU implementation of the CUDA features that `cuda/kernels.cu` uses. Each thread of a block is a
+// fiber; fibers run in turn up to their next wait. Waits that would hang a GPU (a barrier that some
+// threads skip, a shuffle with a finished thread) are errors.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ struct Index {
   unsigned x;
 };
 
-// The thread that runs, its place, and what its block shares.
+// The current thread's indices, and the shared memory of its block.
 struct Place {
   Index thread, block, threads, blocks;
   float* shared;
@@ -26,10 +26,10 @@ struct Place {
 
 Place& place();
 
-// Waits for the whole block.
+// __syncthreads.
 void wait_for_block();
 
-// Waits for the warp; returns the 32 bits that the partner brought.
+// Warp shuffle: waits for the warp and returns the partner's 32 bits.
 uint32_t exchange(uint32_t mine, unsigned partner);
 
 template <typename To, typename From>

@@ -1,8 +1,8 @@
-// The loops over rows of `kernels.cpp`, compiled once for each level of instructions (build.rs).
+// The row loops of `kernels.cpp`, compiled once per instruction-set level (build.rs).
 //
-// Plain loops that the compiler vectorises. Nothing here is shared with other files, not even inline
-// functions of the standard library: the linker keeps one copy of such a function, and might keep the
-// one with instructions that this machine lacks.
+// Plain loops, vectorised by the compiler. Nothing is shared with other files, not even inline
+// standard library functions: the linker keeps one copy of such a function, possibly one with
+// instructions that this machine lacks.
 #include "kernel_rows.h"
 
 #include <math.h>
@@ -50,7 +50,8 @@ void norm_rows(const float* x, const float* weight, float* y, int64_t begin, int
   }
 }
 
-// What a row of a norm's input gets: scale * (dy * weight - x * scale^2 * mean(dy * weight * x)).
+// Per-row terms of the norm's gradient: scale * (dy * weight - x * scale^2 * mean(dy * weight *
+// x)).
 struct NormRow {
   float scale, pull;
 };

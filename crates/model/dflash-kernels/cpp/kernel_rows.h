@@ -1,10 +1,9 @@
-// What `kernels.cpp` shares with the copies of `kernel_rows.cpp`, one for each level of instructions.
+// Shared by `kernels.cpp` and the copies of `kernel_rows.cpp`, one per instruction-set level.
 #pragma once
 
 #include <cstdint>
 
-// The levels that are compiled. AVX512-BF16 adds nothing to float32, and what every processor of
-// aarch64 has is NEON.
+// The compiled levels. AVX512-BF16 adds nothing for float32, and NEON is the aarch64 baseline.
 #if defined(__x86_64__)
 #define DFLASH_KERNEL_LEVELS(X) X(avx512) X(avx2) X(baseline)
 #else
@@ -15,7 +14,7 @@ struct DflashHeads {
   int64_t kv_heads, group, dim;
 };
 
-// Work on the rows from `begin` to `end`, or on one.
+// Loops over the rows from `begin` to `end`, or over one row.
 struct DflashKernelRows {
   void (*norm_rows)(const float* x, const float* weight, float* y, int64_t begin, int64_t end,
                     int64_t dim, float eps);

@@ -1,9 +1,9 @@
-// Elementwise work of the draft's training pass on a CPU in float32, each in one sweep over
-// memory; `src/kernels.rs` declares the same functions. All rows are contiguous in their last
-// dimension; `x_stride` are elements between rows.
+// Elementwise kernels of the draft's training pass for float32 on a CPU, each one sweep over
+// memory; declared in `src/kernels.rs`. The last dimension of every row is contiguous; `x_stride`
+// is the number of elements between rows.
 //
-// The loops over rows are those of `kernel_rows.cpp` at the level that a call names. Rows are shared out
-// over OpenMP threads in fixed blocks, so that sums have one order for a given number of threads.
+// The row loops are those of `kernel_rows.cpp` at the requested level. Rows are split over OpenMP
+// threads in fixed blocks, so the order of sums depends only on the number of threads.
 #include <omp.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void for_rows(int64_t rows, int64_t row_elements, const Body& body) {
   }
 }
 
-// Sums each thread's part of a weight gradient in the order of the threads.
+// Per-thread partial sums of a weight gradient, added in thread order.
 class Partials {
  public:
   explicit Partials(int64_t dim) : dim_(dim), sums_(omp_get_max_threads() * dim, 0.0f) {}
@@ -55,7 +55,7 @@ const DflashKernelRows& rows_at(DflashLevel level) {
 
 }  // namespace
 
-// The numbers of one step, as src/kernels.rs lays them out.
+// Constants of one step, laid out as in src/kernels.rs.
 struct AdamWStep {
   double beta1, beta2, epsilon, step_size, root_correction2;
 };
@@ -71,8 +71,8 @@ void dflash_rms_norm(DflashLevel level, const float* x, const float* weight, flo
   });
 }
 
-// dy := gradient of rms_norm (+ residual where given); y = the norm again where wanted, for the
-// next weight's gradient; dweight += sum over rows
+// dy := gradient of rms_norm (+ residual if given); y = recomputed norm if wanted, for the next
+// weight's gradient; dweight += sum over rows
 void dflash_rms_norm_backward(DflashLevel level, float* dy, const float* x, const float* weight,
                               const float* residual, float* y, float* dweight, int64_t rows,
                               int64_t dim, float eps) {
@@ -84,8 +84,8 @@ void dflash_rms_norm_backward(DflashLevel level, float* dy, const float* x, cons
   partials.add_to(dweight);
 }
 
-// y[n][g][j] = rotate(x[n][j * group + g] / rms * weight): the queries of one key/value head j lie
-// at one distance, over slots and group alike. The tables are [rows][dim / 2].
+// y[n][g][j] = rotate(x[n][j * group + g] / rms * weight), so that the queries of one key/value
+// head j are equally spaced over slots and group. The tables are [rows][dim / 2].
 void dflash_head_norm_rope(DflashLevel level, const float* x, int64_t x_stride, const float* weight,
                            const float* cosine, const float* sine, float* y, int64_t rows,
                            int64_t kv_heads, int64_t group, int64_t dim, float eps) {
@@ -120,7 +120,7 @@ void dflash_swiglu(DflashLevel level, const float* gate_up, float* y, int64_t ro
   });
 }
 
-// gate_up := gradient of the above; dy := silu(gate) * up again, for the weight's gradient
+// gate_up := gradient of the above; dy := recomputed silu(gate) * up, for the weight's gradient
 void dflash_swiglu_backward(DflashLevel level, float* dy, float* gate_up, int64_t rows,
                             int64_t dim) {
   const DflashKernelRows& at = rows_at(level);
@@ -140,10 +140,10 @@ void dflash_softmax_cross_entropy(DflashLevel level, float* logits, const int64_
       float* x = logits + row * dim;
       const float maximum = at.row_maximum(x, dim);
       const float label = x[labels[row]];
-      // Of equal logits the first is the argmax.
+      // The first of equal logits is the argmax.
       const bool first =
           label == maximum && std::find(x, x + labels[row], maximum) == x + labels[row];
-      // A NaN anywhere makes the sum NaN and so the loss, and the step is skipped.
+      // A NaN makes the sum and so the loss NaN, and the step is skipped.
       total[row] = at.exponentiate(x, maximum, dim);
       ce[row] = std::log(total[row]) - (label - maximum);
       correct[row] = first ? 1.0f : 0.0f;
@@ -165,7 +165,7 @@ void dflash_cross_entropy_gradient(DflashLevel level, float* exponentials, const
   });
 }
 
-// Folds a part into a merged attention in place: out [rows][dim], lse [rows].
+// Merges a partial attention into `out` [rows][dim] and `lse` [rows], in place.
 void dflash_merge_attention(DflashLevel level, float* out, float* lse, const float* part_out,
                             const float* part_lse, int64_t rows, int64_t dim) {
   const DflashKernelRows& at = rows_at(level);

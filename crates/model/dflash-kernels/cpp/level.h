@@ -1,4 +1,4 @@
-// Levels of the processor's instructions, in the order of `dflash_cpu::CpuLevel`.
+// Instruction-set levels, in the order of `dflash_cpu::CpuLevel`.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// libtorch's fused AdamW, which is dispatched by name: nothing of the CUDA half is linked.
-// `src/optimizer.rs` declares the same function; failures are those of guarded.h.
+// libtorch's fused AdamW, called through the dispatcher so that CUDA is not linked. Declared in
+// `src/optimizer.rs`; errors are those of guarded.h.
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 #include "guarded.h"
 
-// As src/optimizer.rs lays it out.
+// Laid out as in src/optimizer.rs.
 struct DflashAdamW {
   double rate, beta1, beta2, weight_decay, epsilon;
 };

@@ -1,9 +1,9 @@
-// Many rows, those of a prompt, times a packed matrix: what libtorch would multiply if the matrix were
-// unpacked for it. Compiled once for each instruction set of DFLASH_DECODE_LEVELS, as `decode.cpp` is.
+// Products of many rows (a prompt) with a packed matrix, instead of unpacking it for libtorch.
+// Compiled once per level of DFLASH_DECODE_LEVELS, as `decode.cpp` is.
 //
-// Rows are laid side by side in tiles, so that a step of the depth reads them in order, and the sums of a
-// tile and some columns stay in registers. As many tiles as the second cache holds go through all panels, and
-// through each a block of its depth after the other, so that their part of the result stays in a cache too.
+// Rows are rearranged in tiles so that each depth step reads them sequentially, and the sums of a
+// tile and some columns stay in registers. As many tiles as fit the L2 cache go through all panels,
+// one depth block after the other, so that their part of the result stays cached as well.
 #include "decode.h"
 
 #include <cstring>
@@ -21,11 +21,11 @@
 namespace {
 
 constexpr int64_t kPanel = 32, kHalf = kPanel / 2;
-// Floats of rows that are held in the second cache: 1 MiB.
+// Floats of row data kept in the L2 cache: 1 MiB.
 constexpr int64_t kHeld = 1 << 18;
 
-// Lanes of a vector, rows whose sums of two vectors fit into the registers beside two of weights, and words of
-// a block of the depth.
+// Lanes of a vector; rows whose sums (two vectors each) fit in registers together with two weight
+// vectors; words per depth block.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kRows = 14;
 constexpr int64_t kBlock = 512;
@@ -52,7 +52,7 @@ inline Words words(const uint32_t* p) {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Numbers of a column in a word.
+// Values of a column per word.
 struct Float32 {
   static constexpr int kNumbers = 1;
 };
@@ -60,12 +60,12 @@ struct Bfloat16Weights {
   static constexpr int kNumbers = 2;
 };
 
-// Columns of the result that a vector's lanes are.
+// The result columns of a vector's lanes.
 struct Place {
   int64_t column, count;
 };
 
-// Where the lanes of a panel from `lane` on go.
+// The result columns of the lanes of a panel from `lane` on.
 inline Place place(const DflashProduct& p, int64_t panel, int64_t lane, int64_t lanes) {
   int64_t column = panel * kPanel + lane, end = p.outputs;
   if (p.gated != 0) {
@@ -78,8 +78,8 @@ inline Place place(const DflashProduct& p, int64_t panel, int64_t lane, int64_t 
   return {column, rest < 0 ? 0 : least(rest, lanes)};
 }
 
-// Adds the products of two vectors and `x`. Written out for x86, where compilers put off a sum until its next
-// addend is known, and then have too few registers for both.
+// Adds the products of two vectors with `x`. Written in assembly for x86: compilers delay each
+// addition until the next addend is known and then run out of registers.
 template <int kUsed>
 inline __attribute__((always_inline)) void add(Vec low, Vec high, const float* x,
                                                Vec (&sum)[kUsed][2]) {
@@ -98,7 +98,7 @@ inline __attribute__((always_inline)) void add(Vec low, Vec high, const float* x
   }
 }
 
-// Keeps what comes before and behind apart: without it two steps are mixed, and need the registers of both.
+// Compiler barrier: otherwise two steps are interleaved and need the registers of both.
 template <int kUsed>
 inline __attribute__((always_inline)) void hold(Vec (&sum)[kUsed][2]) {
 #if defined(__x86_64__)
@@ -123,11 +123,11 @@ inline __attribute__((always_inline)) void sums(const uint32_t* w, int64_t depth
   }
 }
 
-// Adds to `rows` rows of the result, of up to `kUsed`.
+// Adds to up to `kUsed` rows of the result.
 template <typename Kind, int kUsed>
 void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t stride,
           int64_t rows, const Place (&places)[2]) {
-  // Rows of the result are pages apart: what they hold comes while the sums are made.
+  // Rows of the result are pages apart; prefetch them while the sums are computed.
   for (const Place& to : places)
     for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(out + r * stride + to.column, 1);
   Vec sum[kUsed][2];
@@ -136,7 +136,7 @@ void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t 
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) sum[r][v] = Vec{};
   sums<Kind, kUsed>(w, depth, x, sum);
-  // Copied by constant numbers, so that the sums themselves need no address and stay in registers.
+  // Copied with constant indices, so that the sums have no address and stay in registers.
   alignas(64) float found[kUsed][2][kLanes];
 #pragma GCC unroll 16
   for (int r = 0; r < kUsed; ++r)
@@ -154,7 +154,7 @@ void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t 
     }
 }
 
-// The same by as few sums as hold the rows, in quarters of a tile: the last one is seldom full.
+// `tile` with the fewest sums that cover the rows, in quarters of a tile.
 template <typename Kind>
 void fitting_tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t stride,
                   int64_t rows, const Place (&places)[2]) {
@@ -165,7 +165,7 @@ void fitting_tile(const uint32_t* w, int64_t depth, const float* x, float* out, 
   tile<Kind, kQuarter>(w, depth, x, out, stride, rows, places);
 }
 
-// Lays tile number `t` of the rows side by side: [depth][kRows], filled up with zeros.
+// Transposes tile `t` of the rows to [depth][kRows], zero-padded.
 void lay(const DflashProduct& p, int64_t t, int64_t depth, float* y) {
   const int64_t first = t * kRows, rows = least(kRows, p.rows - first);
   if (rows < kRows || depth > p.depth) std::memset(y, 0, depth * kRows * sizeof(float));
@@ -194,7 +194,7 @@ void multiply(const DflashProduct& p, int64_t thread, int64_t threads, DflashBar
         for (int64_t k = 0; k < deep; k += kBlock) {
           const int64_t words = least(kBlock, deep - k), last = least(from + held, tiles);
           const uint32_t* const block = w + (panel * deep + k) * kPanel;
-          // The next block lies behind this one; every tile fetches its share of it.
+          // The next block follows this one; each tile prefetches a share of it.
           const int64_t share = (words * kPanel + last - from - 1) / (last - from);
           for (int64_t t = from; t < last; ++t) {
             const uint32_t* const next = block + words * kPanel + (t - from) * share;
@@ -209,8 +209,8 @@ void multiply(const DflashProduct& p, int64_t thread, int64_t threads, DflashBar
 }
 
 #if defined(__AVX512BF16__)
-// Tiles of AMX: 16 rows of 64 bytes. A panel's words are what the second factor has to be: pairs of the
-// depth, side by side.
+// AMX tiles: 16 rows of 64 bytes. A panel's words already have the layout of the second factor:
+// adjacent pairs of the depth.
 constexpr int64_t kTileRows = 16, kTileWords = 16, kTilesBlock = 512;
 
 struct alignas(64) TileShapes {
@@ -219,7 +219,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Rows as bfloat16, [rows filled up to 32][depth].
+// Rows as bfloat16, [rows, padded to 32][depth].
 void round_rows(const DflashProduct& p, int64_t thread, int64_t threads, uint16_t* y) {
   const int64_t all = (p.rows + 2 * kTileRows - 1) / (2 * kTileRows) * (2 * kTileRows);
   for (int64_t row = thread; row < all; row += threads) {
@@ -285,7 +285,7 @@ void multiply_tiles(const DflashProduct& p, int64_t thread, int64_t threads,
   __asm__ volatile("tilerelease");
 }
 
-// Whether the processor has such tiles and the system lets this process use them.
+// Whether the processor has AMX and the system lets this process use it.
 bool has_tiles() {
   static const bool has = [] {
     uint32_t a = 7, b = 0, c = 0, d = 0;
@@ -305,7 +305,7 @@ extern "C" {
 
 int64_t AT_LEVEL(dflash_product_takes_)(const DflashProduct* p) {
 #if defined(__AVX512BF16__)
-  // oneDNN's products are faster than those of the loops for float32.
+  // For float32 oneDNN is faster.
   if (p->products == kBfloat16) return p->depth % (2 * kTileWords) == 0 && has_tiles();
 #endif
   return p != nullptr;

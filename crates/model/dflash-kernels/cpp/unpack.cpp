@@ -1,26 +1,26 @@
-// Columns of a packed matrix as a matrix of their own: what `src/decode/panels.rs` hands over.
+// Unpacks columns of a packed matrix; called from `src/decode/panels.rs`.
 //
-// A panel is read in order and some rows of the result are written at a time, on libtorch's threads,
-// between whose products this runs.
+// Panels are read in order and a few result rows are written at a time. It runs on libtorch's
+// threads, between libtorch's products.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 extern "C" {
 
-// Columns of a panel that follow each other.
+// Adjacent columns of a panel.
 struct DflashColumns {
   int64_t panel, lane, count;
 };
 
-// Rows of words to rows of numbers.
+// Conversion of rows of words to rows of values.
 enum DflashUnpack : int32_t { kFloats = 0, kWidened = 1, kHalves = 2 };
 }
 
 namespace {
 
 constexpr int64_t kWidth = 32;
-// Rows of words that a thread takes at a time: 4 KiB of a panel.
+// Rows of words per thread and step: 4 KiB of a panel.
 constexpr int64_t kTile = 32;
 
 struct Floats {
@@ -29,7 +29,7 @@ struct Floats {
   static void unpack(uint32_t word, float* out, int64_t) { std::memcpy(out, &word, sizeof word); }
 };
 
-// Two bfloat16 in a word: of two rows, the first below.
+// A word holds two bfloat16 of consecutive rows, the first in the low half.
 struct Widened {
   typedef float Number;
   static constexpr int64_t rows = 2;
@@ -67,7 +67,7 @@ void unpack(const uint32_t* panels, int64_t depth, const DflashColumns* runs, in
       const uint32_t* words = panels + runs[r].panel * depth * kWidth + runs[r].lane;
       for (int64_t k = begin; k < end; ++k) {
         typename Way::Number* const row = column + k * Way::rows * width;
-        // The usual number is known when this is compiled.
+        // The common width as a compile-time constant.
         if (runs[r].count == kWidth)
           run<Way>(words + k * kWidth, row, kWidth, width);
         else

@@ -1,13 +1,13 @@
-// Elementwise work of the draft's training pass on a GPU, each in one sweep over memory, in float32 or
-// in bfloat16 with float32 arithmetic. `src/gpu.rs` fills the structs below, field by field.
+// Elementwise kernels of the draft's training pass on a GPU, each one sweep over memory, in float32
+// or in bfloat16 with float32 arithmetic. `src/gpu.rs` fills the structs below, field by field.
 //
-// NVRTC compiles this file when a program first needs it, without headers. `cpp/emulation.cpp`
-// compiles it for the CPU, thread by thread, so that tests run the same lines without a GPU.
+// NVRTC compiles this file on first use, without headers. `cpp/emulation.cpp` compiles it for the
+// CPU, thread by thread, so tests run the same code without a GPU.
 //
-// Sums have one order: a thread adds in the order of its columns, threads are added as a tree, and
-// sums over rows go through one partial sum a block. Nothing is atomic.
+// Sums have a fixed order: a thread adds in order of its columns, threads are added as a tree, and
+// row sums use one partial sum per block. There are no atomics.
 //
-// A kernel's template parameters are the kind in memory and the elements that a thread moves at once.
+// A kernel's template parameters are the type in memory and the elements a thread moves at once.
 #ifdef DFLASH_EMULATION
 #include "../cpp/emulation.h"
 #else
@@ -16,7 +16,7 @@ extern __shared__ float dynamic_shared[];
 
 typedef long long int64;
 
-// Calls whose results are merged at most: the own blocks, and a call for each depth of the halves.
+// Maximum attention calls to merge: the blocks' own, and one per depth of the halves.
 constexpr int kMostParts = 33;
 
 struct RmsNorm {
@@ -27,29 +27,29 @@ struct RmsNorm {
 };
 
 struct RmsNormBackward {
-  // dy becomes the gradient of x.
+  // Overwritten with the gradient of x.
   void* dy;
   const void *x, *weight;
   // Added to the gradient; null for none.
   const void* residual;
-  // The norm again; null where it is not wanted.
+  // Recomputed norm; null if not wanted.
   void* again;
-  // The weight's gradient by block, [blocks][dim].
+  // The weight's gradient per block, [blocks][dim].
   float* partial;
   int64 rows, dim;
   float eps;
 };
 
-// Adds the columns of partial [blocks][dim] to first [first_dim] and, behind it, second.
+// Adds the columns of partial [blocks][dim] to first [first_dim] and the remaining ones to second.
 struct ColumnSums {
   const float* partial;
   float *first, *second;
   int64 blocks, dim, first_dim;
 };
 
-// Rows hold query heads, key heads and as many value heads; stride is from row to row. Weights are null
-// where heads are turned and not normed. Keys and values go to rows and heads of any distance; values
-// stay where they are where value is null.
+// Rows hold query heads, key heads and as many value heads; stride is the distance between rows.
+// Weights are null if heads are only rotated. Keys and values are written with any row and head
+// stride; if value is null, values stay where they are.
 struct Heads {
   const void *x, *query_weight, *key_weight;
   const float *cosine, *sine;
@@ -60,11 +60,11 @@ struct Heads {
 };
 
 struct HeadsBackward {
-  // Becomes its gradient, values included.
+  // Overwritten with its gradient, values included.
   void* x;
   const void *query_weight, *key_weight;
   const float *cosine, *sine, *dquery, *dkey, *dvalue;
-  // The weights' gradients by block, [blocks][queries', where there are any, then keys'].
+  // The weights' gradients per block, [blocks][query weight (if any), then key weight].
   float* partial;
   int64 rows, stride;
   int query_heads, key_heads, dim;
@@ -78,7 +78,7 @@ struct Swiglu {
   int64 dim;
 };
 
-// gate_up becomes its gradient, dy the value again.
+// gate_up is overwritten with its gradient, dy with the recomputed value.
 struct SwigluBackward {
   void *dy, *gate_up;
   int64 dim;
@@ -92,7 +92,7 @@ struct CrossEntropy {
   int64 dim;
 };
 
-// logits become weight * (softmax - 1 at the label).
+// Overwrites logits with weight * (softmax - one-hot label).
 struct CrossEntropyGradient {
   void* logits;
   const int64* labels;
@@ -100,28 +100,28 @@ struct CrossEntropyGradient {
   int64 dim;
 };
 
-// Copies rows together. Widths and strides are in units of what a thread copies.
+// Gathers rows. Widths and strides are in units of what a thread copies.
 struct Gather {
-  // Up to three tensors [slots][slot_width] whose listed rows go to the same rows of the targets.
+  // Up to three tensors [slots][slot_width]; the listed rows are copied to consecutive target rows.
   const void* slots[3];
   void* slots_to[3];
   int64 slot_stride[3];
-  // [heads][slots], or null; goes to one matrix [heads][its rows] for each call.
+  // [heads][slots], or null; copied to one matrix [heads][its rows] per call.
   const float* lse;
   float* lse_to;
-  // Keys and values: listed rows below `context` are the context's, the others the blocks' own.
+  // Keys and values: listed rows below `context` come from the context, the others from the blocks.
   const void *context_keys[2], *own_keys[2];
   void* keys_to[2];
   int64 context_stride[2], own_stride[2];
   const int *slot_list, *key_list;
   int64 slot_rows, slot_count, context;
   int tensors, slot_width, key_width, heads, calls;
-  // First row of each call in the list, and the end of the last.
+  // First row of each call in the list, then the end of the last.
   int first[kMostParts + 1];
 };
 
-// Part 0 is the call of all slots; part p > 0 has the slots of block b from row
-// places[b * (parts - 1) + p - 1] on, or not (negative).
+// Part 0 covers all slots. Part p > 0 has the slots of block b starting at row places[b * (parts -
+// 1) + p - 1], or none if negative.
 struct Merge {
   const void* out[kMostParts];
   // [heads][rows of the part]
@@ -136,7 +136,7 @@ struct Merge {
 
 struct Sum {
   const void *dq[kMostParts], *dk[kMostParts], *dv[kMostParts];
-  // Of slots as for Merge; of key row r the pairs (part, row) from key_first[r] to key_first[r + 1].
+  // Slots as in Merge. Key row r sums the (part, row) pairs from key_first[r] to key_first[r + 1].
   const int *places, *key_first, *key_places;
   float *dq_to, *dk_to, *dv_to;
   int64 slots;
@@ -162,7 +162,7 @@ __device__ inline void narrow(float x, Bf16* to) {
   to->bits = static_cast<unsigned short>(is_nan ? (bits >> 16) | 0x40u : even >> 16);
 }
 
-// What a thread moves at once.
+// The unit that a thread moves at once.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T x[N];
@@ -195,16 +195,16 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Floats of dynamic_shared that sums over a block take.
+// Floats of dynamic_shared used by block sums.
 constexpr int kScratch = 3 * 32;
 
-// Every thread gets the sums over the block.
+// Every thread gets the block's sums.
 template <int N>
 __device__ inline void block_sums(float (&x)[N]) {
   const int warps = threads() / 32;
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = warp_sum(x[i]);
-  // What the sums before this one left has been read.
+  // Wait until the previous sums have been read.
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; ++i)
@@ -217,7 +217,7 @@ __device__ inline void block_sums(float (&x)[N]) {
   }
 }
 
-// A block a row.
+// One block per row.
 template <typename T, int N>
 __device__ inline void rms_norm(const RmsNorm& a) {
   const T* x = static_cast<const T*>(a.x) + block() * a.dim;
@@ -238,11 +238,11 @@ __device__ inline void rms_norm(const RmsNorm& a) {
   }
 }
 
-// A block takes every blocks()-th row.
+// Each block takes every blocks()-th row.
 template <typename T, int N>
 __device__ inline void rms_norm_backward(const RmsNormBackward& a) {
   const T* weight = static_cast<const T*>(a.weight);
-  // A thread's columns are its own in all rows.
+  // Each thread owns its columns in all rows.
   float* dweight = dynamic_shared + kScratch;
   for (int64 d = thread() * N; d < a.dim; d += threads() * N)
     for (int i = 0; i < N; ++i) dweight[d + i] = 0.0f;
@@ -286,7 +286,7 @@ __device__ inline void rms_norm_backward(const RmsNormBackward& a) {
     for (int i = 0; i < N; ++i) a.partial[block() * a.dim + d + i] = dweight[d + i];
 }
 
-// A block takes 32 columns; its warps share the rows.
+// Each block takes 32 columns; its warps split the rows.
 __device__ inline void column_sums(const ColumnSums& a) {
   const int lane = thread() % 32, warp = thread() / 32, warps = threads() / 32;
   const int64 d = block() * 32 + lane;
@@ -301,7 +301,7 @@ __device__ inline void column_sums(const ColumnSums& a) {
   *total += sum;
 }
 
-// A warp a head of a row. Lanes take the low half's elements, and the high half's that turn with them.
+// One warp per head of a row. Lanes take elements of both halves in pairs.
 template <typename T, int N>
 __device__ inline void heads(const Heads& a) {
   const int copied = a.value != nullptr ? a.key_heads : 0;
@@ -355,7 +355,7 @@ __device__ inline void heads(const Heads& a) {
   }
 }
 
-// Gradient of a normed and turned head, in place of x; what its weight gets is added to dweight.
+// Gradient of a normed and rotated head, in place of x; the weight's part is added to dweight.
 template <typename T, int N>
 __device__ inline void head_backward(const HeadsBackward& a, T* x, const T* weight,
                                      const float* dy, int64 row, float* dweight) {
@@ -400,7 +400,7 @@ __device__ inline void head_backward(const HeadsBackward& a, T* x, const T* weig
   }
 }
 
-// A warp takes every so many-th head of all rows.
+// Warps take the heads of all rows in turn.
 template <typename T, int N>
 __device__ inline void heads_backward(const HeadsBackward& a) {
   const int heads = a.query_heads + 2 * a.key_heads, warps = threads() / 32;
@@ -408,7 +408,7 @@ __device__ inline void heads_backward(const HeadsBackward& a) {
   const int keys = a.query_heads > 0 ? a.dim : 0, width = keys + a.dim;
   float* dweight = dynamic_shared + warp * width;
   for (int d = lane; d < width; d += 32) dweight[d] = 0.0f;
-  // Lanes have cleared what other lanes add to.
+  // Other lanes have cleared what this lane adds to.
   __syncthreads();
   for (int64 item = block() * warps + warp; item < a.rows * heads; item += blocks() * warps) {
     const int64 row = item / heads;
@@ -440,7 +440,7 @@ __device__ inline void heads_backward(const HeadsBackward& a) {
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// A block a row.
+// One block per row.
 template <typename T, int N>
 __device__ inline void swiglu(const Swiglu& a) {
   const T *gate = static_cast<const T*>(a.gate_up) + block() * 2 * a.dim, *up = gate + a.dim;
@@ -454,7 +454,7 @@ __device__ inline void swiglu(const Swiglu& a) {
   }
 }
 
-// A block a row.
+// One block per row.
 template <typename T, int N>
 __device__ inline void swiglu_backward(const SwigluBackward& a) {
   T *gate = static_cast<T*>(a.gate_up) + block() * 2 * a.dim, *up = gate + a.dim;
@@ -476,7 +476,7 @@ __device__ inline void swiglu_backward(const SwigluBackward& a) {
   }
 }
 
-// Exponentials so far: their sum is of exp(x - top), and `at` is the first column that has the top.
+// Running softmax: sum of exp(x - top), and the first column `at` that has the maximum `top`.
 struct Exponentials {
   float top, sum;
   int at;
@@ -488,11 +488,11 @@ __device__ inline Exponentials joined(const Exponentials& a, const Exponentials&
   return {top, a.sum * expf(a.top - top) + b.sum * expf(b.top - top), b_leads ? b.at : a.at};
 }
 
-// A block a row.
+// One block per row.
 template <typename T, int N>
 __device__ inline void cross_entropy(const CrossEntropy& a) {
   const T* logits = static_cast<const T*>(a.logits) + block() * a.dim;
-  // The most negative number, so that logits of minus infinity have no share, and not NaN.
+  // The most negative finite number, so that logits of minus infinity add 0 and not NaN.
   Exponentials all = {-3.402823466e38f, 0.0f, 0x7fffffff};
   float x[N];
   for (int64 d = thread() * N; d < a.dim; d += threads() * N) {
@@ -503,7 +503,7 @@ __device__ inline void cross_entropy(const CrossEntropy& a) {
         top = x[i];
         all.at = static_cast<int>(d) + i;
       }
-    // A NaN is never the top, but makes the sum NaN, and so the loss.
+    // A NaN is never the maximum, but makes the sum and so the loss NaN.
     all.sum *= expf(all.top - top);
     for (int i = 0; i < N; ++i) all.sum += expf(x[i] - top);
     all.top = top;
@@ -526,14 +526,14 @@ __device__ inline void cross_entropy(const CrossEntropy& a) {
                        __float_as_int(dynamic_shared[64 + other])});
   const int64 label = a.labels[block()];
   const float lse = all.top + logf(all.sum);
-  // A label outside the vocabulary reads nothing, and makes the loss NaN.
+  // For a label outside the vocabulary nothing is read and the loss is NaN.
   const bool known = label >= 0 && label < a.dim;
   a.ce[block()] = known ? lse - wide(logits[label]) : __int_as_float(0x7fffffff);
   a.correct[block()] = label == all.at ? 1.0f : 0.0f;
   a.lse[block()] = lse;
 }
 
-// A block a row.
+// One block per row.
 template <typename T, int N>
 __device__ inline void cross_entropy_gradient(const CrossEntropyGradient& a) {
   T* logits = static_cast<T*>(a.logits) + block() * a.dim;
@@ -573,7 +573,7 @@ __device__ inline void gather_slot(const Gather& a, int64 to) {
     a.lse_to[first * a.heads + head * rows + to - first] = a.lse[head * a.slot_count + slot];
 }
 
-// A block a row: first those of slots, then those of keys and values.
+// One block per row: first the slots, then keys and values.
 template <typename Unit>
 __device__ inline void gather(const Gather& a) {
   if (block() < a.slot_rows) return gather_slot<Unit>(a, block());
@@ -586,14 +586,14 @@ __device__ inline void gather(const Gather& a) {
   }
 }
 
-// Where a slot stands in a part; negative where it does not.
+// A slot's row in a part; negative if the part does not have it.
 __device__ inline int64 place_in(const int* places, int64 slot, int part, int parts, int size) {
   if (part == 0) return slot;
   const int place = places[slot / size * (parts - 1) + part - 1];
   return place < 0 ? -1 : place + slot % size;
 }
 
-// A block a slot. dynamic_shared holds the shares, [heads][parts].
+// One block per slot. dynamic_shared holds the weights, [heads][parts].
 template <typename T, int N>
 __device__ inline void merge(const Merge& a) {
   const int64 slot = block();
@@ -641,7 +641,7 @@ __device__ inline void sum_keys(const Sum& a, const void* const* parts, int64 ro
   }
 }
 
-// A block a row: first those of slots, then those of keys and values.
+// One block per row: first the slots, then keys and values.
 template <typename T, int N>
 __device__ inline void sum(const Sum& a) {
   if (block() >= a.slots) {
@@ -667,7 +667,7 @@ struct alignas(16) Sixteen {
 
 }  // namespace
 
-// Each kernel's name, its struct and its body. Sixteen bytes at once, or one element.
+// Each kernel's name, struct and body, for units of sixteen bytes and of one element.
 #define DFLASH_KINDS(X, name, Args)                  \
   X(name##_bf16x8, Args, (name<Bf16, 8>))            \
   X(name##_bf16x1, Args, (name<Bf16, 1>))            \
@@ -694,7 +694,7 @@ struct alignas(16) Sixteen {
   X(gather_4, Gather, (gather<unsigned>))                    \
   X(gather_2, Gather, (gather<unsigned short>))
 
-// At most 512 threads a block. The struct stays where the launch put it, so that its arrays are
+// At most 512 threads per block. The struct stays in constant memory so that its arrays can be
 // indexed there.
 #define DFLASH_DEFINE(name, Args, body)                                            \
   extern "C" __global__ void __launch_bounds__(512)                                \

@@ -1,8 +1,10 @@
-//! Times the products of decoding on one thread, at every level of instructions that this processor
-//! has, beside what bounds them: multiply-adds on registers alone, and a plain read of the same weights.
+//! Times the matmuls of decoding on one thread, at every CPU instruction level that this processor
+//! supports, against their bounds: multiply-adds on registers only, and a plain read of the same
+//! weights.
 //!
-//! A line for each level, type of products, shape and number of rows: GFLOP/s and their share of the
-//! multiply-adds, GB/s of weights and their share of the plain read. `kernels avx2 avx512` takes some levels.
+//! Prints a line per level, product type, shape and number of rows: GFLOP/s and their share of the
+//! register bound, GB/s of weights and their share of the plain read. `kernels avx2 avx512` selects
+//! levels.
 
 #![allow(unsafe_code, reason = "loops of one level, called where the processor has it")]
 
@@ -13,7 +15,7 @@ use dflash_kernels::decode::{Head, Products, floats, floats_mut};
 use dflash_kernels::{CpuLevel, at_cpu_level};
 use tch::{Device, Kind, Tensor};
 
-/// Depth and outputs, and whether weights lie beyond the caches.
+/// Depth and outputs, and whether weights exceed the caches.
 const SHAPES: [(i64, i64, bool); 4] =
     [(256, 512, false), (256, 1536, false), (1024, 3072, false), (1024, 131_072, true)];
 const ROWS: [i64; 4] = [1, 4, 8, 64];
@@ -26,7 +28,7 @@ fn main() {
     println!("level       products         shape          rows  GFLOP/s  of peak    GB/s  of read");
     for (depth, outputs, is_beyond) in SHAPES {
         let weight_io = Tensor::randn([depth, outputs], (Kind::Float, Device::Cpu));
-        // What bfloat16 holds, so that all types take the same numbers.
+        // Values exact in bfloat16, so that all types use the same numbers.
         let weight_io = weight_io.to_kind(Kind::BFloat16).to_kind(Kind::Float);
         for products in TYPES {
             let head = Head::new(&weight_io, products);
@@ -75,7 +77,7 @@ fn seconds_of(head: &Head, depth: i64, rows: i64) -> f64 {
     fastest(|| head.logits(floats(&x), None, floats_mut(&mut logits)))
 }
 
-/// The shortest time of a call: what else the machine does only adds to it.
+/// The shortest time of a call: other load only adds to it.
 fn fastest(mut call: impl FnMut()) -> f64 {
     call();
     let start = Instant::now();
@@ -91,10 +93,10 @@ fn fastest(mut call: impl FnMut()) -> f64 {
     best
 }
 
-/// What a thread reaches at best, in a second.
+/// The best rates of a thread, per second.
 struct Bounds {
     flops: f64,
-    /// Bytes of as much memory.
+    /// Bytes read from the same amount of memory.
     read: f64,
 }
 
@@ -116,7 +118,7 @@ impl Bounds {
     }
 }
 
-/// Sums that are added to in turn, so that none waits for itself.
+/// Number of accumulators, enough that none waits for itself.
 const SUMS: usize = 12;
 
 struct Probe {

@@ -1,11 +1,10 @@
-//! A few rows through a model's layers on the CPU, as decoding has them: a token, or a block; see
-//! `cpp/decode.cpp`.
+//! Forward passes of a few rows (a token or a block) on the CPU for decoding; see `cpp/decode.cpp`.
 //!
-//! Weights are read once whatever the rows, and next to nothing is done beside: one call runs all
-//! layers on threads that wait for each other by spinning. Rows come and go as slices of float32, and
-//! no call makes a tensor or asks for memory that an earlier one had. What products multiply is
-//! [`Products`]; sums are float32. Neither the number of threads nor that of rows changes a bit of what
-//! comes out. Shapes and layouts are checked: a wrong one is a bug of the caller and panics.
+//! Weights are read once per pass, whatever the number of rows. One call runs all layers on threads
+//! that synchronise by spinning. Rows are slices of float32; a call creates no tensor and allocates
+//! only when it needs more scratch memory than any call before. [`Products`] says what is
+//! multiplied; sums are float32. Results do not depend on the number of threads or rows, to the
+//! bit. A wrong shape or layout is the caller's bug and panics.
 
 mod embedding;
 mod head;
@@ -29,10 +28,10 @@ pub use self::embedding::Embedding;
 pub use self::head::Head;
 pub use self::matrix::{Layout, Matrix, Products, fits_bfloat16};
 
-/// Rows of a call at most. Scratch memory grows with them; weights are read once for 64 of them.
+/// Maximum rows per call. Scratch memory grows with it; weights are read once per 64 rows.
 pub const MAX_ROWS: i64 = 512;
 
-/// Whether weights like `x` can be packed for this module.
+/// Whether this module can pack weights like `x`.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
     kernels == Kernels::Fast
         && x.device() == Device::Cpu
@@ -40,8 +39,8 @@ pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
         && !x.requires_grad()
 }
 
-/// Passes of this process that one thread ran although there were more, because another had been kept from
-/// running shortly before.
+/// Number of passes of this process that ran on one thread instead of several, because a thread had
+/// recently been descheduled during a pass.
 pub fn passes_alone() -> u64 {
     // SAFETY: reads a counter.
     unsafe { raw::dflash_decode_passes_alone() as u64 }
@@ -62,11 +61,11 @@ pub struct Shape {
     pub head_dim: i64,
     /// Epsilon of all norms.
     pub eps: f64,
-    /// Whether a row sees no later row of its call.
+    /// Whether attention within the call is causal.
     pub causal: bool,
 }
 
-/// A product with its bias.
+/// A linear layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Projection<'a> {
     /// Its matrix.
@@ -75,17 +74,17 @@ pub struct Projection<'a> {
     pub bias_o: Option<&'a Tensor>,
 }
 
-/// A matrix from which [`Stack::new`] packs its own, or that it shares.
+/// A weight that [`Stack::new`] packs, or an already packed one to share.
 #[derive(Clone, Copy, Debug)]
 pub enum Weight<'a> {
     /// [I, O], any strides.
     Plain(&'a Tensor),
-    /// Packed already, for the same products; gate and up as [`Layout::Gated`].
+    /// Packed for the same [`Products`]; gate and up as [`Layout::Gated`].
     Packed(&'a Arc<Matrix>),
 }
 
 impl Weight<'_> {
-    /// Whether this module takes it: packed, or a plain one of a kind that it packs.
+    /// Whether this module supports it: packed, or plain and of a packable type.
     pub fn is_taken(&self) -> bool {
         match self {
             Self::Plain(weight_io) => takes(Kernels::Fast, weight_io),
@@ -93,8 +92,8 @@ impl Weight<'_> {
         }
     }
 
-    /// What the products of a model with these weights multiply: what they are packed for, or else
-    /// [`Products::of`] them.
+    /// The products for a model with these weights: those of the packed weights, or
+    /// [`Products::of`] all.
     pub fn products(weights: &[Self]) -> Products {
         let packed = weights.iter().find_map(|weight| match weight {
             Self::Packed(matrix) => Some(matrix.products()),
@@ -114,10 +113,10 @@ impl Weight<'_> {
         }
     }
 
-    /// The packed matrix for these products.
+    /// The packed matrix for `products`.
     ///
     /// # Panics
-    /// When it is packed for others.
+    /// When it is already packed for other products.
     pub fn packed(&self, products: Products, layout: Layout) -> Arc<Matrix> {
         match (self, layout) {
             (Self::Plain(weight_io), Layout::Plain) => Matrix::pack(weight_io, products).into(),
@@ -132,45 +131,44 @@ impl Weight<'_> {
     }
 }
 
-/// The weights of a layer.
+/// Weights of a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerWeights<'a> {
-    /// Queries, keys and values side by side.
+    /// Queries, keys and values, fused.
     pub qkv: Projection<'a>,
-    /// The attention's output.
+    /// Attention output projection.
     pub output: Projection<'a>,
-    /// Gate and up side by side.
+    /// Gate and up, fused.
     pub gate_up: Projection<'a>,
-    /// Down.
+    /// Down projection.
     pub down: Projection<'a>,
     /// Norm before the attention.
     pub input_norm: &'a Tensor,
     /// Norm before the MLP.
     pub post_norm: &'a Tensor,
-    /// Norms of each query and key head, where there are such.
+    /// Query and key head norms, if any.
     pub head_norms: Option<(&'a Tensor, &'a Tensor)>,
-    /// Tokens that a row sees, itself included, or all.
+    /// Sliding window in tokens, including the token itself; `None` for full attention.
     pub window: Option<i64>,
 }
 
-/// Layers, packed.
+/// Packed layers.
 #[derive(Debug)]
 pub struct Stack {
     shape: Shape,
     layers: Vec<Layer>,
-    /// Where the weights of `layers` are.
     raw: Pointers<raw::Layer>,
     products: Products,
     scratch: RefCell<Scratch>,
-    /// The sequences of a call as the kernels take them, kept for the next call's.
+    /// The sequences of a call in the kernels' format; the allocation is reused.
     sequences: RefCell<Pointers<raw::Sequence>>,
 }
 
-/// Addresses in tensors that are held beside them.
+/// Pointers into tensors owned by the same struct.
 #[derive(Debug)]
 struct Pointers<T>(Vec<T>);
 
-// SAFETY: they lead to memory that whoever holds them owns, and that goes where they go.
+// SAFETY: the owner of these pointers owns the memory they point to and moves with it.
 unsafe impl<T> Send for Pointers<T> {}
 
 #[derive(Debug)]
@@ -188,36 +186,36 @@ struct Layer {
 #[derive(Debug)]
 struct Product {
     matrix: Arc<Matrix>,
-    /// As wide as the matrix with what fills its last panel.
+    /// Padded to the width of the matrix's last panel.
     bias: Option<Tensor>,
 }
 
-/// New rows of a sequence in a call.
+/// New rows of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Sequence<'a> {
-    /// Where its keys and values are, and go.
+    /// The sequence's cache, read and written.
     pub cache: &'a Cache,
-    /// Position of its first row in the call: what is cached up to there is seen.
+    /// Position of the first new row; earlier cached positions are attended to.
     pub start: i64,
-    /// Its rows.
+    /// Number of new rows.
     pub rows: i64,
 }
 
-/// What is wanted of a pass besides its rows.
+/// Additional outputs of a pass.
 #[derive(Debug, Default)]
 pub struct Outputs<'a> {
-    /// States: 0 for the rows as they come, k for what layer k makes of them.
+    /// Layers whose hidden states are wanted: 0 for the input rows, k for the output of layer k.
     pub aux_layers: &'a [u32],
-    /// Where they go [R, aux_layers, H].
+    /// Destination of the hidden states [R, aux_layers, H].
     pub states: &'a mut [f32],
-    /// Norm `[H]` of the last layer's output.
+    /// Weight `[H]` of the norm applied to the last layer's output.
     pub final_norm: Option<&'a [f32]>,
-    /// Rows from the first on whose output nobody reads: it is not computed, only their keys and values.
+    /// Number of leading rows whose output is not needed; only their keys and values are computed.
     pub unread: usize,
 }
 
 impl Stack {
-    /// Packs layers.
+    /// Packs the layers.
     pub fn new(shape: Shape, layers: &[LayerWeights<'_>], products: Products) -> Self {
         assert!(shape.head_dim % 2 == 0 && shape.query_heads % shape.kv_heads == 0, "{shape:?}");
         let layers: Vec<Layer> =
@@ -232,7 +230,7 @@ impl Stack {
         self.layers.iter().flat_map(Layer::matrices)
     }
 
-    /// An empty cache for as many tokens as `rope`, cosines and sines [positions, D/2], has positions.
+    /// An empty cache with one position per row of `rope`, cosines and sines [positions, D/2].
     pub fn new_cache(&self, rope: (&Tensor, &Tensor)) -> Cache {
         let Shape { kv_heads, head_dim, .. } = self.shape;
         let positions = rope.0.size()[0];
@@ -240,11 +238,11 @@ impl Stack {
             assert_eq!(x.size(), [positions, head_dim / 2], "a rotary table");
             x.contiguous()
         };
-        // An odd number of cache lines, so that the rows of a panel do not compete for the same ones;
-        // and room for a panel behind the last position.
+        // An odd number of cache lines, so a panel's rows do not map to the same cache sets, plus
+        // room for a panel after the last position.
         let key_stride = (positions + PANEL + 2 * LANES - 1) / (2 * LANES) * (2 * LANES) + LANES;
         let value_stride = (head_dim + PANEL - 1) / PANEL * PANEL;
-        // The operating system hands out pages as rows are written: spare capacity costs nothing.
+        // The operating system allocates pages on first write, so spare capacity is free.
         let empty = |shape: [i64; 3]| Tensor::empty(shape, (Kind::Float, Device::Cpu));
         let layer = || {
             let keys = empty([kv_heads, head_dim, key_stride]);
@@ -262,11 +260,11 @@ impl Stack {
         Cache { layers, held, _rope: rope, tables, heads, positions, key_stride, value_stride }
     }
 
-    /// Runs `x` [R, H] in place through all layers: the rows of each sequence, one after the other.
-    /// Their keys and values are written to the caches.
+    /// Runs `x` [R, H] through all layers in place; the rows of the sequences are concatenated.
+    /// Keys and values are written to the caches.
     ///
     /// # Panics
-    /// Above [`MAX_ROWS`] rows, and where a cache has no room for its own.
+    /// More than [`MAX_ROWS`] rows, or a cache without room for them.
     pub fn forward(&self, x: &mut [f32], sequences: &[Sequence<'_>], outputs: Outputs<'_>) {
         let (shape, hidden) = (self.raw_shape(), self.shape.hidden as usize);
         let mut raw = self.sequences.borrow_mut();
@@ -299,8 +297,8 @@ impl Stack {
         unsafe { raw::dflash_decode_pass(level::raw(), &raw const pass, threads) };
     }
 
-    /// Writes keys and values of `features` [R, F], the rows of each sequence one after the other:
-    /// through `fc` and its norm `[H]`, and the key and value columns of every layer.
+    /// Writes the keys and values of `features` [R, F] (sequences concatenated) to the caches:
+    /// through `fc`, its norm `[H]`, and the key and value projections of every layer.
     ///
     /// # Panics
     /// As [`Self::forward`].
@@ -346,7 +344,7 @@ impl Stack {
         }
     }
 
-    /// Writes sequences as the kernels take them; returns the rows of all.
+    /// Converts sequences to the kernels' format; returns the total number of rows.
     fn write_sequences(&self, sequences: &[Sequence<'_>], raw: &mut Vec<raw::Sequence>) -> i64 {
         let Shape { kv_heads, head_dim, .. } = self.shape;
         raw.clear();
@@ -415,18 +413,17 @@ impl Layer {
     }
 }
 
-/// Keys and values that a [`Stack`] writes, float32, and the rotary tables of their positions.
+/// Keys and values of a [`Stack`], float32, with the rotary tables of their positions.
 #[derive(Debug)]
 pub struct Cache {
-    /// Keys [heads, D, stride], so that a product with them reads whole vectors of positions, and
-    /// values [heads, positions, stride].
+    /// Per layer: keys [heads, D, stride], so products with them read whole vectors of positions,
+    /// and values [heads, positions, stride].
     layers: Vec<(Tensor, Tensor)>,
-    /// Where these are.
     held: Pointers<raw::KeysValues>,
-    /// Kept for `tables`, the addresses of cosines and sines.
+    /// Owner of the memory that `tables` points to.
     _rope: (Tensor, Tensor),
     tables: Pointers<*const f32>,
-    /// Key and value heads, and their width.
+    /// (key/value heads, head width).
     heads: (i64, i64),
     positions: i64,
     key_stride: i64,
@@ -434,36 +431,36 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Bytes of all keys and values, with the room between the rows and behind them.
+    /// Size of all keys and values in bytes, including padding.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
         self.layers.iter().map(|(keys, values)| of(keys) + of(values)).sum()
     }
 
-    /// A layer's keys, as a view [heads, positions, D].
+    /// View of a layer's keys [heads, positions, D].
     pub fn keys(&self, layer: usize) -> Tensor {
         self.layers[layer].0.narrow(2, 0, self.positions).transpose(1, 2)
     }
 
-    /// A layer's values, as a view [heads, positions, D].
+    /// View of a layer's values [heads, positions, D].
     pub fn values(&self, layer: usize) -> Tensor {
         let (keys, values) = &self.layers[layer];
         values.narrow(2, 0, keys.size()[1])
     }
 }
 
-/// Threads that the user allows.
+/// The number of threads that the user allows.
 fn threads() -> i64 {
     i64::from(tch::get_num_threads()).max(1)
 }
 
-/// A vector's elements as float32.
+/// A vector's elements as contiguous float32.
 fn float(x: &Tensor, size: i64) -> Tensor {
     assert_eq!(x.size(), [size]);
     x.to_kind(Kind::Float).contiguous()
 }
 
-/// A contiguous float32 tensor's elements.
+/// Pointer to a contiguous float32 CPU tensor.
 fn data(x: &Tensor) -> *mut f32 {
     assert!(
         x.device() == Device::Cpu && x.kind() == Kind::Float && x.is_contiguous(),
@@ -474,13 +471,13 @@ fn data(x: &Tensor) -> *mut f32 {
     x.data_ptr().cast()
 }
 
-/// The elements of a contiguous float32 tensor on the CPU.
+/// The elements of a contiguous float32 CPU tensor.
 pub fn floats(x: &Tensor) -> &[f32] {
     // SAFETY: `data` checks kind and layout, and the tensor is borrowed as long as the slice.
     unsafe { std::slice::from_raw_parts(data(x), x.numel()) }
 }
 
-/// As [`floats`], to write them.
+/// Mutable [`floats`].
 pub fn floats_mut(x: &mut Tensor) -> &mut [f32] {
     // SAFETY: as in `floats`.
     unsafe { std::slice::from_raw_parts_mut(data(x), x.numel()) }

@@ -1,20 +1,19 @@
-//! The training pass's elementwise GPU kernels, and their emulation on a CPU; see
-//! `cuda/kernels.cu`, whose structs are repeated here field by field.
+//! The training pass's elementwise GPU kernels and their CPU emulation; see `cuda/kernels.cu`,
+//! whose structs are mirrored here field by field.
 //!
-//! Tensors are float32 or bfloat16 and computed in float32; weight gradients, and sums of the
-//! attention's parts, are float32. Shapes and layouts are checked: a wrong one is a bug of the
-//! caller and panics. Each function is one launch, or two where it returns a weight gradient.
-//! libtorch's fused RMS norm is not used: its backward pass leaves the residual, the second read of
-//! the value and the weight's float32 sum to three more passes. Sums over rows go through one
-//! partial sum per block, and attention gradients are added by lists that the host makes with the
-//! plan: no atomics, one order.
+//! Tensors are float32 or bfloat16 with float32 arithmetic; weight gradients and partial attention
+//! sums are float32. A wrong shape or layout is the caller's bug and panics. Each function is one
+//! launch, or two if it returns a weight gradient. libtorch's fused RMS norm is not used: its
+//! backward pass needs three more passes, for the residual, the recomputed value and the weight's
+//! float32 sum. Row sums use one partial sum per block, and attention gradients are added by lists
+//! that the host builds with the plan, so without atomics and in a fixed order.
 //!
-//! NVRTC, which comes with libtorch's CUDA wheels, compiles the source for the GPU at the first
-//! start; the result is cached in the user's cache directory under a digest of its inputs. CUDA is
-//! neither linked nor needed to build, and without NVRTC libtorch's operations are used, with one
-//! warning. For tests the same source is compiled for the CPU: each thread of a block is a fiber
-//! that runs to the next barrier. Launch and emulation get the kernel's name, size and argument
-//! struct from one place, so what tests run is what a GPU is given.
+//! NVRTC, which comes with libtorch's CUDA wheels, compiles the source on first use; the result is
+//! cached in the user's cache directory under a digest of its inputs. CUDA is neither linked nor
+//! needed to build. Without NVRTC, libtorch operations are used, with one warning. Tests run the
+//! same source compiled for the CPU, where each thread of a block is a fiber that runs to the next
+//! barrier. Launch and emulation take the kernel's name, size and arguments from one place, so
+//! tests run what a GPU gets.
 
 mod attention;
 mod heads;
@@ -37,11 +36,11 @@ pub use product::add_product;
 
 pub(crate) use image::usable;
 
-/// Blocks that share out the rows of a gradient, each with a partial sum for the weight: four for each
+/// Blocks that share the rows of a gradient, each with a partial weight sum: four per
 /// multiprocessor of an H100.
 const SHARING_BLOCKS: i64 = 528;
 
-/// Floats that sums over a block take of the shared memory: `kScratch` of the source.
+/// Floats of shared memory used by block sums: `kScratch` in the source.
 const SCRATCH: i64 = 96;
 
 const RMS_NORM: Kernel = Kernel { name: "rms_norm", threads: 256 };
@@ -52,14 +51,14 @@ const SWIGLU_BACKWARD: Kernel = Kernel { name: "swiglu_backward", threads: 256 }
 const CROSS_ENTROPY: Kernel = Kernel { name: "cross_entropy", threads: 512 };
 const CROSS_ENTROPY_GRADIENT: Kernel = Kernel { name: "cross_entropy_gradient", threads: 512 };
 
-/// A tensor's first element.
+/// Pointer to a tensor's first element.
 type Data = *mut c_void;
 
 fn data(x: &Tensor) -> Data {
     x.data_ptr()
 }
 
-/// The first element of a tensor that may be missing.
+/// Pointer to a tensor's first element, or null.
 fn optional(x: Option<&Tensor>) -> Data {
     x.map_or(null_mut(), data)
 }
@@ -70,7 +69,7 @@ fn check_float(tensors: &[&Tensor]) {
     }
 }
 
-/// All contiguous and of the first one's kind.
+/// Checks that all are contiguous and of the first one's type.
 fn check_alike(tensors: &[&Tensor]) {
     for x in tensors {
         assert!(x.is_contiguous(), "a kernel needs contiguous memory, got {:?}", x.stride());
@@ -135,11 +134,12 @@ struct RmsNormBackward {
     eps: f32,
 }
 
-/// Gradient of [`rms_norm`] plus `residual`, in place of `dy`. `again` becomes the norm's value
-/// again; the weight's gradient is added to `dweight`, in float32.
+/// Gradient of [`rms_norm`] plus `residual`, written over `dy`. The norm's output is recomputed
+/// into `again`; the weight's gradient is added to `dweight`, in float32.
 ///
-/// libtorch's `_fused_rms_norm_backward` would leave three more passes: the sum with the residual, the
-/// value again, and the weight's gradient, rounded to the weight's kind, into the float32 sum.
+/// libtorch's `_fused_rms_norm_backward` would need three more passes: the residual sum, the
+/// recomputation, and the weight's gradient, which it rounds to the weight's type before the
+/// float32 sum.
 pub fn rms_norm_backward(
     runner: Runner,
     dy: &mut Tensor,
@@ -194,7 +194,8 @@ struct ColumnSums {
     first_dim: i64,
 }
 
-/// Adds the columns of `partial` [blocks, dim] to `first` and, behind it, `second`.
+/// Adds the column sums of `partial` [blocks, dim] to `first` and, for the remaining columns,
+/// `second`.
 fn column_sums(runner: Runner, partial: &Tensor, first: &Tensor, second: Option<&Tensor>) {
     let (blocks, dim) = flat_rows(partial);
     let totals: Vec<&Tensor> = [Some(first), second].into_iter().flatten().collect();
@@ -250,8 +251,8 @@ struct SwigluBackward {
     dim: i64,
 }
 
-/// Gradient of [`swiglu`] and its value again, in place: `gate_up` [N, 2I] becomes its gradient, `dy`
-/// [N, I] the value.
+/// Gradient and recomputed value of [`swiglu`], in place: `gate_up` [N, 2I] becomes its gradient,
+/// `dy` [N, I] the value.
 pub fn swiglu_backward(runner: Runner, dy: &mut Tensor, gate_up: &mut Tensor) {
     check_alike(&[gate_up, dy]);
     let (rows, width) = flat_rows(gate_up);
@@ -285,7 +286,7 @@ struct CrossEntropyGradient {
     dim: i64,
 }
 
-/// Cross-entropies of rows of logits.
+/// Cross-entropy of rows of logits.
 #[derive(Debug)]
 pub struct CrossEntropy {
     runner: Runner,
@@ -296,7 +297,7 @@ pub struct CrossEntropy {
     lse_m: Tensor,
 }
 
-/// Cross-entropies of `logits` [m, V] for `labels` `[m]` int64. One reading of the logits.
+/// Cross-entropy of `logits` [m, V] for `labels` `[m]` int64. Reads the logits once.
 pub fn cross_entropy(runner: Runner, logits: &Tensor, labels: &Tensor) -> CrossEntropy {
     check_alike(&[logits]);
     let (m, dim) = flat_rows(logits);
@@ -327,7 +328,7 @@ fn check_labels(labels: &Tensor, m: i64) {
 }
 
 impl CrossEntropy {
-    /// Turns the logits into the gradient of `sum weight * ce`, in their kind: one reading, one writing.
+    /// Overwrites the logits with the gradient of `sum weight * ce`: one read, one write.
     pub fn gradient(&self, logits: &mut Tensor, labels: &Tensor, weight_m: &Tensor) {
         check_alike(&[logits]);
         let (m, dim) = flat_rows(logits);
@@ -361,8 +362,7 @@ mod tests {
     use super::heads::{HEADS, HEADS_BACKWARD, Heads, HeadsBackward};
     use super::*;
 
-    /// Every instance that a launch can name, with the bytes of its struct here, is one of the source's,
-    /// and there is no other.
+    /// Launchable kernel instances are those in the source, with equal struct sizes.
     #[test]
     fn names_and_structs_are_those_of_the_source() {
         let several = ["_bf16x8", "_bf16x1", "_f32x4", "_f32x1"];

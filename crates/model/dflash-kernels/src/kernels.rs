@@ -1,11 +1,11 @@
-//! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.cpp`. Their loops are
-//! compiled for each instruction-set level.
+//! Fused elementwise kernels for float32 CPU tensors, compiled per instruction-set level; see
+//! `cpp/kernels.cpp`.
 //!
-//! Each function is one sweep over memory where libtorch's operations would make several. Shapes
-//! and layouts are checked: a wrong one is a bug of the caller and panics.
+//! Each function is one sweep over memory where libtorch would need several. A wrong shape or
+//! layout is the caller's bug and panics.
 //!
-//! [`Kernels`] says whether a caller may use them. It is a value that draft, target, objective and
-//! optimizer hold, not a feature or a variable, so that one test binary compares all paths.
+//! [`Kernels`] selects the implementation. It is a value held by draft, target, objective and
+//! optimizer, not a feature or a global, so that one test binary can compare all paths.
 
 use std::ptr::null_mut;
 
@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 use crate::gpu::{self, Runner};
 use crate::level;
 
-/// What an RMS norm multiplies by, and the epsilon under its root.
+/// Weight and epsilon of an RMS norm.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsWeight<'a> {
     /// `[dim]`.
@@ -111,25 +111,25 @@ unsafe extern "C" {
     );
 }
 
-/// What computes: code for the CPU alone where it takes a tensor, or libtorch's operations, which
-/// run on every device.
+/// The implementation: kernels of this crate where they support a tensor, or libtorch operations,
+/// which run on every device.
 ///
-/// A model, an objective or an optimizer is made with [`Kernels::Fast`]. The other choices are for
-/// tests on a CPU: they run there what a GPU runs with its own kernels, and without.
+/// Models, objectives and optimizers use [`Kernels::Fast`]. The others let tests on a CPU run what
+/// a GPU runs, with and without its kernels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kernels {
     /// On a CPU the kernels of this module and libtorch's flash attention, on a GPU those of
-    /// [`gpu`], where they apply.
+    /// [`gpu`], where supported.
     #[default]
     Fast,
-    /// None of them, on any device.
+    /// libtorch operations only.
     Portable,
-    /// The kernels for GPUs on CPU tensors, thread by thread: slow.
+    /// The GPU kernels emulated on CPU tensors, thread by thread; slow.
     Emulated,
 }
 
 impl Kernels {
-    /// Whether the kernels of this module are used on tensors like `x`.
+    /// Whether this module's kernels are used for tensors like `x`.
     pub fn take(self, x: &Tensor) -> bool {
         self == Self::Fast
             && x.device() == Device::Cpu
@@ -137,7 +137,7 @@ impl Kernels {
             && !x.requires_grad()
     }
 
-    /// What runs the kernels for GPUs on tensors like `x`; `None` where they are not used.
+    /// The runner of the GPU kernels for tensors like `x`; `None` if they are not used.
     pub fn gpu(self, x: &Tensor) -> Option<Runner> {
         if !matches!(x.kind(), Kind::Float | Kind::BFloat16) || x.requires_grad() {
             return None;
@@ -151,7 +151,7 @@ impl Kernels {
         }
     }
 
-    /// Whether queries like `q` use libtorch's flash attention for the CPU.
+    /// Whether queries like `q` use libtorch's CPU flash attention.
     pub fn take_flash(self, q: &Tensor) -> bool {
         self == Self::Fast
             && q.device() == Device::Cpu
@@ -159,13 +159,13 @@ impl Kernels {
     }
 }
 
-/// A contiguous float32 tensor's elements.
+/// Pointer to a contiguous float32 tensor.
 fn data(x: &Tensor) -> *mut f32 {
     assert!(x.is_contiguous(), "a kernel needs contiguous memory, got {:?}", x.stride());
     start(x)
 }
 
-/// The first element of a float32 tensor with any strides.
+/// Pointer to a float32 tensor of any strides.
 fn start(x: &Tensor) -> *mut f32 {
     assert!(
         x.device() == Device::Cpu && x.kind() == Kind::Float,
@@ -197,15 +197,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     let y = x.empty_like();
     let (rows, dim) = flat_rows(x);
     assert_eq!(weight.numel() as i64, dim);
-    // SAFETY: all three hold rows * dim (the weight dim) contiguous float32 elements.
+    // SAFETY: `x` and `y` have rows * dim, the weight dim contiguous float32 elements.
     unsafe {
         dflash_rms_norm(level::raw(), data(x), data(weight), data(&y), rows, dim, eps as f32)
     };
     y
 }
 
-/// Gradient of [`rms_norm`] plus `residual`, in place of `dy`. `again` becomes the norm's value
-/// again; the weight's gradient is added to `dweight`.
+/// Gradient of [`rms_norm`] plus `residual`, written over `dy`. The norm's output is recomputed
+/// into `again`; the weight's gradient is added to `dweight`.
 pub fn rms_norm_backward(
     dy: &mut Tensor,
     x: &Tensor,
@@ -219,8 +219,8 @@ pub fn rms_norm_backward(
     assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
     let (residual, again) = (residual.map_or(null_mut(), data), again.map_or(null_mut(), data));
     let (dy, x, weight, dweight) = (data(dy), data(x), data(weight), data(dweight));
-    // SAFETY: the shapes are checked above, and `data` checks type and contiguity. A row of `dy` is
-    // read to its end before its gradient is written.
+    // SAFETY: shapes are checked above, type and contiguity by `data`. A row of `dy` is fully read
+    // before its gradient is written.
     unsafe {
         let eps = eps as f32;
         dflash_rms_norm_backward(
@@ -238,8 +238,8 @@ pub fn rms_norm_backward(
     }
 }
 
-/// Norm per head, then rotation, then regrouping by key/value head: `x` [N, heads * D] (rows may be
-/// part of wider rows), tables [N, D/2]; result [N, heads / kv heads, kv heads, D].
+/// Head norm, rotation and regrouping by key/value head: `x` [N, heads * D] (rows may be part of
+/// wider rows), tables [N, D/2]; result [N, heads / kv heads, kv heads, D].
 pub fn head_norm_rope(
     x: &Tensor,
     RmsWeight { weight, eps }: RmsWeight<'_>,
@@ -276,7 +276,7 @@ pub fn head_norm_rope(
     y
 }
 
-/// Gradient of [`head_norm_rope`] for `dy` [N, group, kv heads, D], in place of `x`; the weight's
+/// Gradient of [`head_norm_rope`] for `dy` [N, group, kv heads, D], written over `x`; the weight's
 /// gradient is added to `dweight`.
 pub fn head_norm_rope_backward(
     dy: &Tensor,
@@ -292,8 +292,8 @@ pub fn head_norm_rope_backward(
     assert!(size[0] == n && x.size()[1] == kv_heads * group * dim);
     assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
     assert!(cosine.size() == [n, dim / 2] && sine.size() == [n, dim / 2]);
-    // SAFETY: the shapes are checked above; rows of `x` lie their stride apart. A head of `x` is read
-    // to its end before its gradient is written.
+    // SAFETY: shapes are checked above; rows of `x` are `stride` elements apart. A head of `x` is
+    // fully read before its gradient is written.
     unsafe {
         dflash_head_norm_rope_backward(
             level::raw(),
@@ -322,17 +322,17 @@ pub fn swiglu(gate_up: &Tensor) -> Tensor {
     y
 }
 
-/// Gradient of [`swiglu`] and its value again, in place: `gate_up` [N, 2I] becomes its gradient, `dy`
-/// [N, I] the value.
+/// Gradient and recomputed value of [`swiglu`], in place: `gate_up` [N, 2I] becomes its gradient,
+/// `dy` [N, I] the value.
 pub fn swiglu_backward(dy: &mut Tensor, gate_up: &mut Tensor) {
     let (rows, width) = flat_rows(gate_up);
     assert_eq!(dy.size(), [rows, width / 2]);
-    // SAFETY: the shapes are checked above, and `data` checks type and contiguity. Each element is
-    // read before its place is written.
+    // SAFETY: shapes are checked above, type and contiguity by `data`. Each element is read before
+    // it is overwritten.
     unsafe { dflash_swiglu_backward(level::raw(), data(dy), data(gate_up), rows, width / 2) };
 }
 
-/// Cross-entropies of rows of logits.
+/// Cross-entropy of rows of logits.
 #[derive(Debug)]
 pub struct CrossEntropy {
     /// `-log softmax(logits)[label]`, `[m]`.
@@ -342,7 +342,7 @@ pub struct CrossEntropy {
     total_m: Tensor,
 }
 
-/// Cross-entropies of `logits` [m, V] for `tokens` `[m]`; `logits` become exponentials.
+/// Cross-entropy of `logits` [m, V] for `tokens` `[m]`; overwrites `logits` with exponentials.
 pub fn softmax_cross_entropy(logits: &mut Tensor, tokens: &Tensor) -> CrossEntropy {
     let (m, vocab) = flat_rows(logits);
     assert_eq!(tokens.numel() as i64, m);
@@ -367,7 +367,7 @@ pub fn softmax_cross_entropy(logits: &mut Tensor, tokens: &Tensor) -> CrossEntro
 }
 
 impl CrossEntropy {
-    /// Turns the exponentials into the gradient of `sum weight * ce`.
+    /// Overwrites the exponentials with the gradient of `sum weight * ce`.
     pub fn gradient(&self, exponentials: &mut Tensor, tokens: &Tensor, weight_m: &Tensor) {
         let (m, vocab) = flat_rows(exponentials);
         assert!(
@@ -390,8 +390,8 @@ impl CrossEntropy {
     }
 }
 
-/// Folds a part of an attention into the merged one, in place: `out` and `part_out` [.., D] alike,
-/// `lse` and `part_lse` without the last dimension, all contiguous.
+/// Merges a partial attention into the merged one, in place: `out` and `part_out` [.., D], `lse`
+/// and `part_lse` without the last dimension, all contiguous.
 pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: &Tensor) {
     let (n, dim) = flat_rows(out);
     assert!(out.size() == part_out.size());
@@ -410,7 +410,7 @@ pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: 
     }
 }
 
-/// The numbers of one AdamW step; the kernel rounds them to float32.
+/// Constants of one AdamW step; the kernel rounds them to float32.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWStep {

@@ -1,4 +1,4 @@
-//! The level of the processor's instructions that computes here.
+//! The CPU instruction-set level in use.
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -6,14 +6,14 @@ use std::sync::OnceLock;
 use dflash_cpu::CpuLevel;
 
 thread_local! {
-    /// What [`at_cpu_level`] has set for its work.
+    /// Override by [`at_cpu_level`].
     static SET: Cell<Option<CpuLevel>> = const { Cell::new(None) };
 }
 
-/// The level of our kernels: what DFLASH_CPU_LEVEL names, else the highest that the processor has.
+/// The level of our kernels: DFLASH_CPU_LEVEL, or else the highest that the processor supports.
 ///
 /// # Panics
-/// Where the variable names a level that cannot be used; programs look at it when they start.
+/// If the variable names an unusable level; programs check it at startup.
 pub fn cpu_level() -> CpuLevel {
     static IN_FORCE: OnceLock<CpuLevel> = OnceLock::new();
     let in_force = || {
@@ -23,11 +23,11 @@ pub fn cpu_level() -> CpuLevel {
     SET.get().unwrap_or_else(|| *IN_FORCE.get_or_init(in_force))
 }
 
-/// Does `work` with the kernels of another level, on this thread: for tests, which compare levels.
-/// libtorch's own stay as they are.
+/// Runs `work` with our kernels at another level, on this thread, for tests that compare levels.
+/// libtorch's kernels are not affected.
 ///
 /// # Panics
-/// Where the processor lacks the level.
+/// If the processor lacks the level.
 pub fn at_cpu_level<T>(level: CpuLevel, work: impl FnOnce() -> T) -> T {
     struct Before(Option<CpuLevel>);
     impl Drop for Before {
@@ -40,12 +40,13 @@ pub fn at_cpu_level<T>(level: CpuLevel, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Whether the processor multiplies bfloat16 at the level in force; elsewhere it is emulated and slow.
+/// Whether the processor multiplies bfloat16 natively at the current level; otherwise it is
+/// emulated and slow.
 pub fn cpu_multiplies_bf16() -> bool {
     cpu_level().multiplies_bf16()
 }
 
-/// [`cpu_level`] as `cpp/level.h` counts them.
+/// [`cpu_level`] as numbered in `cpp/level.h`.
 pub(crate) fn raw() -> i32 {
     cpu_level() as i32
 }

@@ -1,11 +1,10 @@
-//! Our own kernels: compiled loops for the CPU, each for several levels of its instructions, and
-//! kernels for GPUs with their emulation on the CPU.
+//! CPU kernels, compiled for several instruction-set levels, and GPU kernels with a CPU emulation.
 //!
-//! [`kernels`] are the trainer's elementwise loops for the CPU, [`gpu`] those for GPUs, [`decode`] the
-//! decoder's passes of a few rows, [`optimizer`] AdamW as libtorch fuses it.
+//! [`kernels`] has the trainer's elementwise CPU loops, [`gpu`] their GPU counterparts, [`decode`]
+//! the few-row decoding passes, [`optimizer`] libtorch's fused AdamW.
 //!
-//! A call that libtorch or its compiler for GPUs refuses is an error of `dflash-torch-sys`; this crate
-//! has none of its own.
+//! Calls that libtorch or NVRTC rejects return an error of `dflash-torch-sys`; this crate has no
+//! error type.
 #![allow(unsafe_code, reason = "calls of C++ loops and of the driver of GPUs")]
 
 pub mod decode;

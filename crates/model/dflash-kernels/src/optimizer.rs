@@ -1,13 +1,13 @@
-//! libtorch's AdamW in one pass over each buffer, steered by numbers that stay on the device.
+//! libtorch's fused AdamW, one pass per buffer, controlled by scalars that stay on the device.
 
 use dflash_torch_sys::ffi::{self, Failure, RawTensor};
 use dflash_torch_sys::{Error, trace};
 use tch::{Kind, Tensor};
 
-/// A buffer of parameters with what belongs to it, each float32, contiguous and of one length.
+/// A parameter buffer with its optimizer state; all float32, contiguous and of equal length.
 #[derive(Debug)]
 pub struct AdamWBuffer {
-    /// What is moved.
+    /// Updated in place.
     pub parameters: Tensor,
     /// Divided in place by [`Steering::divisor`].
     pub gradient: Tensor,
@@ -17,18 +17,18 @@ pub struct AdamWBuffer {
     pub variance: Tensor,
 }
 
-/// What decides about a step, each a float32 tensor of one element on the parameters' device.
+/// Control scalars of a step, each a one-element float32 tensor on the parameters' device.
 #[derive(Clone, Copy, Debug)]
 pub struct Steering<'a> {
-    /// Steps taken, this one included: the means are corrected for their start at 0.
+    /// Step count including this step, for bias correction.
     pub steps: &'a Tensor,
-    /// The gradient is divided by it.
+    /// Divisor of the gradient.
     pub divisor: &'a Tensor,
-    /// 1 where nothing may change, else 0.
+    /// 1 to skip the step, else 0.
     pub skip: &'a Tensor,
 }
 
-/// Constants of a step, as cpp/optimizer.cpp has them.
+/// Constants of a step, laid out as in cpp/optimizer.cpp.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FusedAdamW {
@@ -38,14 +38,14 @@ pub struct FusedAdamW {
     pub beta1: f64,
     /// Decay of the mean of squared gradients.
     pub beta2: f64,
-    /// Share of the parameters, times the rate, that is taken off them first.
+    /// Decoupled weight decay; each step multiplies the parameters by 1 - rate * weight_decay.
     pub weight_decay: f64,
-    /// Added to the root of the corrected mean of squares.
+    /// Added to the root of the corrected variance.
     pub epsilon: f64,
 }
 
 const OPERATION: &str = "fused AdamW";
-/// Numbers that one launch of libtorch's kernel takes: 320 blocks of 65,536.
+/// Elements per launch of libtorch's kernel: 320 blocks of 65,536.
 const OF_A_LAUNCH: usize = 320 << 16;
 
 type Handles = *const *const RawTensor;
@@ -65,7 +65,7 @@ unsafe extern "C" {
 }
 
 impl AdamWBuffer {
-    /// The kernels trust the length of the parameters, and read memory as float32 from its start.
+    /// The kernels take the length from the parameters and read memory as contiguous float32.
     fn check(&self) -> Result<(), Error> {
         let Self { parameters, gradient, mean, variance } = self;
         let is_sound = |part: &&Tensor| {
@@ -79,7 +79,7 @@ impl AdamWBuffer {
             Some(part) => Err(Error::Torch {
                 operation: OPERATION,
                 message: format!(
-                    "{} beside parameters that are {}",
+                    "{} together with parameters that are {}",
                     about(part),
                     about(parameters)
                 ),
@@ -88,10 +88,10 @@ impl AdamWBuffer {
     }
 }
 
-/// Moves all `buffers`, unless `steering` says to skip the step. The host waits for nothing.
+/// Updates all `buffers`, unless `steering` skips the step. The host does not wait.
 ///
 /// # Errors
-/// Buffers that are not what [`AdamWBuffer`] says, or what libtorch says.
+/// Buffers that violate [`AdamWBuffer`]'s layout, or libtorch's error.
 pub fn fused_adamw(
     buffers: &[AdamWBuffer],
     steering: Steering<'_>,
@@ -175,7 +175,7 @@ mod tests {
     /// Against the formula, in float64.
     #[test]
     fn gradients_are_divided_and_weights_decay_apart_from_them() {
-        // (weight, divided gradient), each in a buffer of its own
+        // (weight, divided gradient), each in its own buffer
         let cases = [(1.0, 1.0), (-2.0, 0.125), (0.25, -2.0)];
         let buffers = cases.map(|(weight, _)| buffer(&[weight as f32; 5], &[0.0; 5]));
         for step in [1.0, 2.0] {

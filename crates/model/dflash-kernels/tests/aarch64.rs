@@ -1,5 +1,5 @@
-//! The kernels compile for aarch64 too: an x86 attribute without a guard would go unnoticed until
-//! somebody builds there.
+//! The kernels compile for aarch64 too: otherwise an unguarded x86 attribute would go unnoticed
+//! until somebody builds there.
 
 use std::process::Command;
 
@@ -18,7 +18,7 @@ fn the_kernels_compile_for_aarch64() {
     ] {
         let source = format!("{}/cpp/{file}", env!("CARGO_MANIFEST_DIR"));
         let mut command = Command::new(COMPILER);
-        // As far as an object: checking the syntax alone does not look at attributes.
+        // Compile to an object: a syntax check ignores attributes.
         command.args(["-std=c++17", "-O1", "-fopenmp", "-Wall", "-Werror", "-Wno-psabi"]);
         command.args(["-DLEVEL=neon", "-o", "/dev/null", "-c"]);
         match command.arg(source).output() {

@@ -1,10 +1,10 @@
-//! The few-row passes of every level: against the same arithmetic in double precision, on this
-//! processor and, for aarch64, in an emulator; and their machine code.
+//! The few-row passes of every level, compared with the same arithmetic in double precision, on
+//! this processor and, for aarch64, in an emulator; and their machine code.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where the build script left the libraries that are linked here.
+/// Where the build script put the libraries linked here.
 const LIBRARIES: &str = env!("OUT_DIR");
 
 const AARCH64: &str = "aarch64-linux-gnu-";
@@ -20,7 +20,7 @@ fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// The output of a command that must succeed; `None` and a line where the program is absent.
+/// The output of a command that must succeed; `None`, with a note, if it is missing.
 fn output(command: &mut Command, package: &str) -> Option<String> {
     match command.output() {
         Ok(output) => {
@@ -116,18 +116,18 @@ fn check_loops(level: &str, objdump: &str, object: &Path) {
             assert!(stored.is_empty(), "{level}: {name} stores {stored:x?}");
         }
     }
-    // A tile for one, two and three rows at least, of two kinds of products.
+    // At least one tile for one, two and three rows each, for two product types.
     assert!(loops >= 6, "{level}: only {loops} loops were found");
 }
 
-/// Whether a loop makes sums of products: not one that adds them to the result.
+/// Whether a loop accumulates products, rather than adding the sums to the result.
 fn multiplies(body: &[Instruction<'_>]) -> bool {
     let is_product =
         |text: &str| ["fmadd", "fmla", "mulps", "dpbf16"].iter().any(|it| text.contains(it));
     body.iter().any(|(_, text)| is_product(text))
 }
 
-/// Few rows through a panel, or those of a prompt.
+/// Kernels for few rows, or for those of a prompt.
 fn is_tile(name: &str) -> bool {
     name.contains("run_tile<") || name.contains("::tile<")
 }
@@ -148,7 +148,7 @@ fn functions(listing: &str) -> impl Iterator<Item = (&str, Vec<Instruction<'_>>)
     })
 }
 
-/// Loops that hold no other: from the target of a jump backwards to the jump.
+/// Innermost loops: from the target of a backward jump to the jump.
 fn inner_loops<'a, 'b>(code: &'b [Instruction<'a>]) -> Vec<&'b [Instruction<'a>]> {
     let place = |address: u64| code.iter().position(|(at, _)| *at == address);
     let jump = |(end, (_, text)): (usize, &Instruction<'_>)| {
@@ -165,7 +165,7 @@ fn inner_loops<'a, 'b>(code: &'b [Instruction<'a>]) -> Vec<&'b [Instruction<'a>]
     inner.map(|&(begin, end)| &code[begin..=end]).collect()
 }
 
-/// Of x86 in AT&T's syntax, where the last operand is written, and of aarch64.
+/// In x86 AT&T syntax, where the last operand is the destination, and in aarch64.
 fn stores_on_stack(text: &str) -> bool {
     let is_x86 = text.contains("mov") && (text.ends_with("(%rsp)") || text.ends_with("(%rbp)"));
     is_x86 || (text.starts_with("st") && text.contains("[sp"))

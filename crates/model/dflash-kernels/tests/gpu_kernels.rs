@@ -1,5 +1,5 @@
-//! The kernels for GPUs, emulated on the CPU, against their formulas in float64: both kinds, widths
-//! that leave no rest and widths that do, more rows than blocks.
+//! The GPU kernels, emulated on the CPU, compared with their formulas in float64: both types,
+//! widths with and without a remainder, more rows than blocks.
 
 use dflash_kernels::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
 use dflash_kernels::kernels::{self, RmsWeight};
@@ -10,7 +10,7 @@ const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];
 const RUNNER: Runner = Runner::Emulation;
 const EPS: f64 = 1e-6;
 
-/// Standard normal numbers that `kind` holds exactly.
+/// Standard normal numbers exactly representable in `kind`.
 fn normal(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind)
 }
@@ -19,7 +19,7 @@ fn wide(x: &Tensor) -> Tensor {
     x.to_kind(Kind::Double)
 }
 
-/// Rounded once into the found kind, after sums in float32 of numbers of the size of the largest.
+/// Tolerance: one rounding to the result's type, after float32 sums.
 fn assert_close(what: &str, found: &Tensor, expected: &Tensor) {
     assert_eq!(found.size(), expected.size(), "{what}");
     let relative = if found.kind() == Kind::BFloat16 { 2f64.powi(-8) } else { 2e-6 };
@@ -33,7 +33,7 @@ fn scale(x: &Tensor) -> Tensor {
     (x.square().mean_dim([-1i64].as_slice(), true, Kind::Double) + EPS).rsqrt()
 }
 
-/// Gradients of `x * scale(x) * w` for x and, row by row, for w.
+/// Gradients of `x * scale(x) * w` for x and, per row, for w.
 fn norm_backward(dy: &Tensor, x: &Tensor, w: &Tensor) -> (Tensor, Tensor) {
     let normed = x * scale(x);
     let dnormed = dy * w;
@@ -52,7 +52,7 @@ fn norms() {
     for kind in KINDS {
         for (rows, dim) in [(1, 1), (7, 33), (3, 64), (4, 2056), (541, 24)] {
             let x = normal(&[rows, dim], kind);
-            // Away from zero: a row of one element all but cancels, the more the smaller it is.
+            // Away from zero: a row of one element nearly cancels, the more the smaller it is.
             let x = &x + x.sign();
             let (w, dy, residual) =
                 (normal(&[dim], kind), normal(&[rows, dim], kind), normal(&[rows, dim], kind));
@@ -77,7 +77,7 @@ fn norms() {
     }
 }
 
-/// [N, heads, D] turned by the tables, or back.
+/// [N, heads, D] rotated by the tables, or back.
 fn turned(x: &Tensor, (cosine, sine): (&Tensor, &Tensor), back: bool) -> Tensor {
     let halves = x.chunk(2, -1);
     let (c, s) = (wide(cosine).unsqueeze(1), wide(sine).unsqueeze(1));
@@ -104,7 +104,7 @@ fn heads() {
 fn check_heads(kind: Kind, n: i64, (query_heads, kv_heads, dim): (i64, i64, i64)) {
     let what = format!("{n} rows, {query_heads} + {kv_heads} heads of {dim}");
     let heads = query_heads + 2 * kv_heads;
-    // The rows are part of wider ones.
+    // The rows are slices of wider ones.
     let whole = normal(&[n, (heads + 2) * dim], kind);
     let x = whole.narrow(1, dim, heads * dim);
     let raw = wide(&x).unflatten(1, [heads, dim]).copy();
@@ -148,7 +148,7 @@ fn check_heads(kind: Kind, n: i64, (query_heads, kv_heads, dim): (i64, i64, i64)
     assert!(whole.narrow(1, 0, dim).equal(&outside), "{what}: wrote outside");
 }
 
-/// Into the rows of a cache, which lie by head: keys as elsewhere, values as they are, and nothing around them.
+/// Writes into a cache laid out by head: keys rotated, values unchanged, and nothing around them.
 #[test]
 fn heads_go_where_a_cache_keeps_them() {
     let _alone = alone();
@@ -178,7 +178,7 @@ fn check_heads_kept(
     let (cosine, sine) = (angles.cos(), angles.sin());
     let norms = is_normed.then_some(((query_heads > 0).then_some(&query), &key));
     let turn = HeadTurn { norms, eps: EPS, cosine: &cosine, sine: &sine };
-    // Room for two rows before them and three behind.
+    // Room for two rows before and three after.
     let caches = [0, 1].map(|_| Tensor::full([kv_heads, n + 5, dim], 9.0, (kind, Device::Cpu)));
     let rooms = caches.each_ref().map(|cache| cache.narrow(1, 2, n).transpose(0, 1));
     let room = KeyRoom { key: &rooms[0], value: keeps_values.then_some(&rooms[1]) };
@@ -204,7 +204,7 @@ fn check_heads_kept(
     }
 }
 
-/// The values' gradients are rounded and nothing else: to bfloat16 as libtorch rounds.
+/// The values' gradients are only rounded: to bfloat16 as libtorch rounds.
 #[test]
 fn bfloat16_is_rounded_to_even() {
     let _alone = alone();
@@ -234,7 +234,7 @@ fn bfloat16_is_rounded_to_even() {
     };
     let expected = dv.to_kind(Kind::BFloat16).view([8, 128]);
     let (mut found, mut expected) = (bits(&x.narrow(1, 128, 128)), bits(&expected));
-    // One NaN is as good as another.
+    // All NaNs are equal.
     let nan = |bits: i16| bits & 0x7fff > 0x7f80;
     assert!(nan(found[3]) && nan(expected[3]));
     (found[3], expected[3]) = (0, 0);
@@ -273,7 +273,7 @@ fn cross_entropy() {
             let logits = normal(&[rows, vocab], kind) * 5.0;
             let labels: Vec<i64> = (0..rows).map(|_| draws.random_range(0..vocab)).collect();
             let labels = Tensor::from_slice(&labels);
-            // The label is the argmax of the first row, by a lead or in a tie with a later one.
+            // The label is the argmax of the first row, by a margin or tied with a later one.
             let _ = logits.i((0, labels.int64_value(&[0]))).fill_(40.0);
             let _ = logits.i((0, vocab - 1)).fill_(40.0);
             let weight = Tensor::rand([rows], (Kind::Float, Device::Cpu));

@@ -1,5 +1,5 @@
-//! The kernels for CPUs at every level of instructions that this processor has, against libtorch's
-//! operations, and each level against the others.
+//! The CPU kernels at every instruction level that this processor supports, compared with
+//! libtorch's operations and with each other.
 
 use dflash_kernels::decode::{Head, Products, floats, floats_mut};
 use dflash_kernels::kernels::{self, AdamWStep};
@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// Asserts that `work` comes to `expected` at every level, to a few units in the last place of sums.
+/// Asserts that `work` gives `expected` at every level, within a few units in the last place.
 fn check(what: &str, expected: &Tensor, work: impl Fn() -> Tensor) {
     for level in CpuLevel::here() {
         let found = at_cpu_level(level, &work);
@@ -22,7 +22,7 @@ fn check(what: &str, expected: &Tensor, work: impl Fn() -> Tensor) {
 #[test]
 fn every_level_computes_what_libtorch_does() {
     let _alone = seeded(tch::manual_seed);
-    // Not a multiple of any vector's width.
+    // Not a multiple of any vector width.
     let (rows, dim) = (37, 83);
     let x = Tensor::randn([rows, dim], FLOAT);
     let weight = Tensor::randn([dim], FLOAT);
@@ -58,7 +58,7 @@ fn every_level_projects_to_the_same_logits() {
     for products in [Products::Bfloat16Weights, Products::Bfloat16] {
         check("logits", &exact, || {
             let mut logits = exact.zeros_like();
-            // Packed at the level, which may want it otherwise than the best.
+            // Packed at this level, whose layout may differ from the best level's.
             Head::new(&weight, products).logits(floats(&x), None, floats_mut(&mut logits));
             logits
         });

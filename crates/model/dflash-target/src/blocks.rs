@@ -1,4 +1,4 @@
-//! What families build their layers of: each part asks for choices, never for a family's name.
+//! Building blocks of layers. They are configured by choices and never ask for a family's name.
 
 pub(crate) mod attention;
 pub(crate) mod delta;

@@ -1,11 +1,11 @@
-//! Keys and values of one growing sequence, and the states of recurrent layers.
+//! Key/value cache of one growing sequence, and the states of recurrent layers.
 //!
 //! Preallocated for the longest sequence that the caller plans: a step writes its rows in place and
 //! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens only
 //! changes a length. A recurrent state cannot be truncated that way. Its cache keeps the state
 //! before the last pass and that pass's inputs, and recomputes the state after the accepted tokens
 //! when the next pass needs it: a few tokens of that layer's recurrence, without reading weights
-//! again. It cannot go back further, and says so.
+//! again. It cannot go back further (see [`KvCache::earliest`]).
 //!
 //! Shapes: `m` key heads, `s` capacity, `d` head dimension.
 
@@ -30,14 +30,14 @@ pub use sequences::SequencePart;
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<Held>,
-    /// The memory behind `layers` where few rows take the compiled passes.
+    /// Backing memory of `layers` if few rows use the compiled passes.
     packed_cache: Option<Cache>,
     tables: Vec<HeadTables>,
     len: i64,
     capacity: i64,
 }
 
-/// What it holds for a layer.
+/// A layer's cache.
 #[derive(Debug)]
 enum Held {
     Keys(KvLayer),
@@ -53,27 +53,28 @@ struct KvLayer {
     v_1mse: Tensor,
 }
 
-/// The state of a layer after the tokens held, and what it takes to go back a little: the state
-/// before the last pass and that pass's inputs.
+/// The state of a recurrent layer. To allow truncation it keeps the state before the last pass and
+/// that pass's inputs.
 #[derive(Debug, Default)]
 struct Carried {
-    /// The state after `at` tokens; none before the first pass.
+    /// The state after `at` tokens; `None` before the first pass.
     before: Option<State>,
     at: i64,
-    /// The inputs [T, C] of the tokens from `at` on, where they are few.
+    /// The inputs [T, C] of the tokens from `at` on, if they are few.
     inputs_tc: Option<Tensor>,
     /// The state after those tokens, and their number.
     after: Option<(State, i64)>,
 }
 
-/// Tokens of a pass at most whose inputs are kept. What is verified has fewer: [`KvCache::MOST_VERIFIED`].
+/// Maximum pass length whose inputs are kept; covers verification passes
+/// ([`KvCache::MOST_VERIFIED`]).
 const KEPT_INPUTS: i64 = KvCache::MOST_VERIFIED as i64;
 
 impl Carried {
     /// The state after `len` tokens.
     ///
     /// # Panics
-    /// When it is not known any more (see [`KvCache::earliest`]).
+    /// If it is no longer known (see [`KvCache::earliest`]).
     fn state(&self, len: i64, recurrence: &dyn Recurrence, like: &Tensor) -> State {
         match (&self.before, &self.after, &self.inputs_tc) {
             _ if len == 0 => recurrence.zero(like),
@@ -90,7 +91,7 @@ impl Carried {
         self.at + self.after.as_ref().map_or(0, |(_, tokens)| *tokens)
     }
 
-    /// The fewest tokens, above none, after which the state is known.
+    /// The smallest nonzero length whose state is known.
     fn earliest(&self) -> i64 {
         if self.inputs_tc.is_some() { self.at } else { self.end() }
     }
@@ -99,7 +100,7 @@ impl Carried {
         let state = self.state(len, recurrence, inputs_tc);
         let (output, after) = recurrence.run(inputs_tc, &state);
         let tokens = inputs_tc.size()[0];
-        // A copy: the inputs are a view of a larger product.
+        // A copy, since the inputs are a view of a larger product.
         let inputs_tc = (tokens <= KEPT_INPUTS).then(|| inputs_tc.copy());
         *self = Self { before: Some(state), at: len, inputs_tc, after: Some((after, tokens)) };
         output
@@ -123,7 +124,7 @@ impl Carried {
 }
 
 impl KvCache {
-    /// Tokens of a pass at most that can be cut back in part, where layers carry a state.
+    /// Maximum pass length that can be truncated partially if layers carry a state.
     pub const MOST_VERIFIED: usize = 128;
 
     pub(crate) fn new(
@@ -133,7 +134,7 @@ impl KvCache {
         capacity: usize,
     ) -> Self {
         let capacity = capacity as i64;
-        // The operating system hands out pages as rows are written: spare capacity costs nothing.
+        // The operating system allocates pages on first write, so spare capacity is free.
         let empty = |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], options);
         let positions = Tensor::arange(capacity, (Kind::Int64, options.1));
         let tables = body.tables(&positions, options.0);
@@ -169,22 +170,22 @@ impl KvCache {
         }
     }
 
-    /// Tokens held.
+    /// Number of cached tokens.
     pub fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether no token is held.
+    /// Whether no token is cached.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens that fit.
+    /// Capacity in tokens.
     pub fn capacity(&self) -> usize {
         self.capacity as usize
     }
 
-    /// Bytes of what a step over the tokens held reads, where every layer looks back to the first.
+    /// Bytes that a step over the cached tokens reads if every layer attends to all of them.
     pub fn bytes_held(&self) -> usize {
         let of = |x: &Tensor| x.narrow(2, 0, self.len).numel() * x.kind().elt_size_in_bytes();
         let held = |held: &Held| match held {
@@ -195,10 +196,10 @@ impl KvCache {
         self.layers.iter().map(held).sum()
     }
 
-    /// Holds `tokens` of which nobody knows, for the time that steps behind so many take.
+    /// Fills the cache with `tokens` random tokens, for timing steps at that length.
     ///
     /// # Panics
-    /// When they do not fit.
+    /// If they do not fit.
     pub fn fill_random(&mut self, tokens: usize) {
         let tokens = tokens as i64;
         assert!(tokens <= self.capacity, "{tokens} tokens exceed {}", self.capacity);
@@ -212,28 +213,28 @@ impl KvCache {
         self.len = tokens;
     }
 
-    /// Forgets every token from `len` on. A longer `len` changes nothing.
+    /// Drops every token from `len` on. A `len` beyond the current length has no effect.
     ///
     /// # Panics
-    /// When it can go back no further than [`Self::earliest`], and `len` is fewer but not none.
+    /// If `len` is nonzero and less than [`Self::earliest`].
     pub fn truncate(&mut self, len: usize) {
         let earliest = self.earliest();
         assert!(len == 0 || len >= earliest, "{len} tokens are before the earliest, {earliest}");
         self.len = self.len.min(len as i64);
     }
 
-    /// The fewest tokens, above none, that it can be cut back to: 0 where every layer looks back, and
-    /// where layers carry a state, the tokens before the last pass.
+    /// The smallest nonzero length that the cache can be truncated to: 0 without recurrent layers,
+    /// otherwise the length before the last pass.
     pub fn earliest(&self) -> usize {
         let earliest =
             |held: &Held| if let Held::State(state) = held { state.earliest() } else { 0 };
         self.layers.iter().map(earliest).max().unwrap_or(0).min(self.len) as usize
     }
 
-    /// The memory for `tokens` more of them, if it is that of the packed passes.
+    /// The memory of the packed passes, if used, after checking that it has room for `tokens` more.
     ///
     /// # Panics
-    /// When they do not fit.
+    /// If they do not fit.
     pub(crate) fn packed_cache(&self, tokens: i64) -> Option<&Cache> {
         self.check_room(tokens);
         self.packed_cache.as_ref()
@@ -245,13 +246,13 @@ impl KvCache {
         assert!(len + tokens <= capacity, "{len} + {tokens} tokens exceed the cache's {capacity}");
     }
 
-    /// Makes `tokens` rows, already written, part of the sequence.
+    /// Adds `tokens` rows, already written, to the length.
     pub(crate) fn advance(&mut self, tokens: i64) {
         self.len += tokens;
     }
 }
 
-/// Attention of new tokens over a cache and themselves; writes their keys and values into it.
+/// Attention of new tokens over a cache and themselves; writes their keys and values to it.
 #[derive(Debug)]
 pub(crate) struct CachedAttention<'a> {
     cache: &'a mut KvCache,
@@ -263,7 +264,7 @@ impl<'a> CachedAttention<'a> {
     /// Attention for `tokens` more tokens.
     ///
     /// # Panics
-    /// When they do not fit.
+    /// If they do not fit.
     pub(crate) fn new(cache: &'a mut KvCache, tokens: i64) -> Self {
         cache.check_room(tokens);
         Self { cache, masks: Masks::default(), calls: Calls::default() }
@@ -274,7 +275,7 @@ impl<'a> CachedAttention<'a> {
         self.cache.tables.iter().map(|tables| tables.narrow(self.cache.len, tokens)).collect()
     }
 
-    /// Those positions `[T]`.
+    /// The next `tokens` positions `[T]`.
     pub(crate) fn positions(&self, tokens: i64, device: Device) -> Tensor {
         let start = self.cache.len;
         Tensor::arange_start(start, start + tokens, (Kind::Int64, device))
@@ -282,7 +283,7 @@ impl<'a> CachedAttention<'a> {
 }
 
 impl CachedAttention<'_> {
-    /// Writes the keys and values of the new tokens of `layer`.
+    /// Writes the new tokens' keys and values for `layer`.
     fn store(&self, layer: usize, k_tmd: &Tensor, v_tme: &Tensor) {
         let (start, tokens) = (self.cache.len, k_tmd.size()[0]);
         match &self.cache.layers[layer] {
@@ -297,8 +298,8 @@ impl CachedAttention<'_> {
         }
     }
 
-    /// What is stored for the layer of `place` of the tokens that the last `tokens` see, these included:
-    /// keys and values in `kind`, and the first one's position.
+    /// The cached keys and values in `kind` that the last `tokens` positions attend to in the layer
+    /// of `place`, these included, and the position of the first.
     fn seen(&self, place: Place<'_>, tokens: i64, kind: Kind) -> (Tensor, Tensor, i64) {
         let (Held::Keys(layer) | Held::Latent(layer)) = &self.cache.layers[place.layer] else {
             panic!("layer {} keeps no keys", place.layer)
@@ -310,7 +311,8 @@ impl CachedAttention<'_> {
         (k, v, first_key)
     }
 
-    /// Attention of queries over keys and values [1, heads, keys, ..] from position `first_key` on.
+    /// Attention of queries over keys and values [1, heads, keys, ..] starting at position
+    /// `first_key`.
     fn over(
         &mut self,
         place: Place<'_>,
@@ -333,7 +335,7 @@ impl CachedAttention<'_> {
         side_by_side(&scored_attention(&q, &k, &v, Some(&mask), false, place.scores, kernels))
     }
 
-    /// The same by the kernels of a GPU, where these take it.
+    /// [`Self::over`] by GPU kernels, if they support it.
     fn flash(
         &mut self,
         place: Place<'_>,
@@ -358,7 +360,7 @@ impl Attend for CachedAttention<'_> {
         let Held::Keys(layer) = &self.cache.layers[layer] else { return None };
         let (start, tokens) = (self.cache.len, like.size()[0]);
         let rows = |x: &Tensor| x.squeeze_dim(0).narrow(1, start, tokens).transpose(0, 1);
-        // What is packed lies in another order.
+        // The packed layout differs.
         let fits = self.cache.packed_cache.is_none() && layer.k_1msd.kind() == like.kind();
         fits.then(|| (rows(&layer.k_1msd), rows(&layer.v_1mse)))
     }
@@ -399,8 +401,8 @@ impl Attend for CachedAttention<'_> {
     }
 }
 
-/// One token sees all keys, so the query heads of a group can stand in for a sequence: no mask, and
-/// no repeated keys.
+/// A single query attends to all keys, so the query heads of a group can act as a sequence: no
+/// mask, and no repeated keys.
 fn one_token(
     q_tnd: &Tensor,
     kernels: Kernels,
@@ -423,8 +425,8 @@ mod tests {
     use super::*;
     use crate::blocks::delta::{DeltaHeads, DeltaRule};
 
-    /// In float64, where rounding hides nothing: whatever was appended and cut back before, the outputs
-    /// are those of the tokens from the start.
+    /// In float64, to exclude rounding: after any appends and truncations, outputs equal those of a
+    /// run from the start.
     #[test]
     fn a_state_that_was_cut_back_is_that_of_the_tokens_left() {
         let _draws = seeded(tch::manual_seed);

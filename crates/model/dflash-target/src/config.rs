@@ -1,6 +1,6 @@
-//! What a target is: the part of Hugging Face's `config.json` that decides its arithmetic.
+//! A target's configuration: the part of Hugging Face's `config.json` that affects its arithmetic.
 //!
-//! [`TargetConfig`] holds what every target has; what its layers are is its family's, in
+//! [`TargetConfig`] has what all targets share; layer settings belong to the family, in
 //! [`super::families`].
 
 use std::path::Path;
@@ -12,15 +12,15 @@ use tch::Tensor;
 
 use super::families::{DenseConfig, DenseKind, Family};
 
-/// A target's outer dimensions and its family. Field names are Hugging Face's where they have one.
+/// A target's outer dimensions and family. Field names follow Hugging Face where it has one.
 #[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetConfig {
     /// The name under `architectures` in config.json.
     pub architecture: String,
-    /// What its layers are.
+    /// Settings of the layers.
     pub family: Family,
-    /// What lies around them.
+    /// Settings of embedding, final norm and lm_head.
     pub outer: Outer,
     pub hidden_size: i64,
     pub num_hidden_layers: usize,
@@ -34,23 +34,23 @@ pub struct TargetConfig {
     pub pad_token_id: Option<i64>,
 }
 
-/// What embedding, final norm and lm_head do beyond looking up, normalising and multiplying.
+/// Special treatment of embedding, final norm and lm_head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Outer {
-    /// What the rows of the embedding are multiplied by, rounded to their kind.
+    /// Factor on embedding rows, rounded to their type.
     pub embedding_scale: f64,
     /// Whether norms multiply by one plus their weight.
     pub norm_plus_one: bool,
-    /// The largest logit c, which a logit x nears as `c tanh(x / c)`.
+    /// Soft cap c: a logit x becomes `c tanh(x / c)`.
     pub final_softcap: Option<f64>,
 }
 
 impl Outer {
-    /// Nothing beyond.
+    /// No special treatment.
     pub const PLAIN: Self =
         Self { embedding_scale: 1.0, norm_plus_one: false, final_softcap: None };
 
-    /// `logits` under the cap, if there is one.
+    /// Applies the soft cap, if there is one.
     pub(crate) fn capped(&self, logits: Tensor) -> Tensor {
         match self.final_softcap {
             Some(cap) => (logits / cap).tanh() * cap,
@@ -63,8 +63,7 @@ impl TargetConfig {
     /// Reads `config.json` (and the end tokens of `generation_config.json`) of a model directory.
     ///
     /// # Errors
-    /// No config.json, an architecture outside [`Family`], a key that is missing or that we cannot
-    /// honour (each named).
+    /// No config.json, an unsupported architecture, a missing or unsupported key (named).
     pub fn load(dir: &Path) -> Result<Self> {
         let fields = Fields::read(dir, "config.json")?;
         let mut config = Self::from_fields(&fields)?;
@@ -77,7 +76,7 @@ impl TargetConfig {
         Ok(config)
     }
 
-    /// A small dense Qwen3 of the given shape: what the demo trains from scratch.
+    /// A small dense Qwen3 of the given shape, for the demo to train from scratch.
     pub fn qwen3(hidden_size: i64, num_hidden_layers: usize, vocab_size: i64) -> Self {
         Self {
             architecture: DenseKind::Qwen3.architecture().into(),
@@ -94,18 +93,18 @@ impl TargetConfig {
         }
     }
 
-    /// The configuration of its dense layers.
+    /// The configuration of dense layers.
     ///
     /// # Panics
-    /// When its layers are others.
+    /// If the family is not dense.
     pub fn dense(&self) -> &DenseConfig {
         self.family.dense().expect("dense layers")
     }
 
-    /// The same with `change` made to the dense layers.
+    /// Applies `change` to the configuration of dense layers.
     ///
     /// # Panics
-    /// When its layers are others.
+    /// If the family is not dense.
     #[must_use]
     pub fn with_dense(mut self, change: impl FnOnce(&mut DenseConfig)) -> Self {
         let mut dense = self.dense().clone();
@@ -116,7 +115,7 @@ impl TargetConfig {
     }
 
     fn from_fields(file: &Fields) -> Result<Self> {
-        // What a model for text and images says of its text.
+        // Multimodal models nest the text model's configuration.
         let nested = file.object("text_config")?;
         let text = nested.as_ref().unwrap_or(file);
         let (architecture, family, outer) = Family::read(file, text)?;
@@ -142,8 +141,8 @@ impl TargetConfig {
         })
     }
 
-    /// The configuration as Hugging Face writes it, for a checkpoint stored in `dtype`; the keys of
-    /// the layers only where we save such.
+    /// The configuration in Hugging Face's format, for a checkpoint stored in `dtype`. Layer keys
+    /// are included only for families that we save.
     pub(crate) fn to_json(&self, dtype: &str) -> Value {
         let mut config = self.family.dense().map_or_else(|| json!({}), DenseConfig::to_json);
         let common = json!({
@@ -166,7 +165,7 @@ impl TargetConfig {
     }
 }
 
-/// Standard deviation of fresh weights, Hugging Face's default for these families.
+/// Standard deviation of fresh weights; Hugging Face's default for these families.
 pub(crate) const INITIALIZER_RANGE: f64 = 0.02;
 
 /// One id as a number, several as a list, none as null.

@@ -1,11 +1,11 @@
-//! The token embedding: a table, or the output projection of a packed target that is tied to it.
+//! Token embedding: a table, or the tied output projection of a packed target.
 
 use std::sync::Arc;
 
 use dflash_kernels::decode::{self, Matrix, floats_mut};
 use tch::{Device, Kind, Tensor};
 
-/// Rows of tokens, in the kind that the target runs in.
+/// Embedding rows in the type that the target runs in.
 #[derive(Debug)]
 pub(crate) struct Embedding {
     stored: Stored,
@@ -14,7 +14,7 @@ pub(crate) struct Embedding {
 
 #[derive(Debug)]
 enum Stored {
-    /// [V, H] in that kind, or in bfloat16 where that holds the same numbers.
+    /// [V, H] in that type, or in bfloat16 if it represents the same values.
     Table(Tensor),
     Shared(Arc<Matrix>),
 }
@@ -26,7 +26,8 @@ impl Embedding {
         Self { stored: Stored::Table(table_vh), kind }
     }
 
-    /// As [`Self::table`], where the target runs in `kind` and the table's holds the same numbers.
+    /// [`Self::table`] for a target that runs in `kind`, which represents the table's values
+    /// exactly.
     pub(crate) fn stored_as(table_vh: Tensor, kind: Kind) -> Self {
         Self { stored: Stored::Table(table_vh), kind }
     }
@@ -50,7 +51,7 @@ impl Embedding {
         }
     }
 
-    /// The whole table [V, H]; a copy where it is not held as such.
+    /// The whole table [V, H]; a copy if it is stored otherwise.
     pub(crate) fn whole(&self) -> Tensor {
         match &self.stored {
             Stored::Table(table_vh) => table_vh.to_kind(self.kind),
@@ -58,7 +59,7 @@ impl Embedding {
         }
     }
 
-    /// The packed output projection, where that has its numbers.
+    /// The packed output projection, if tied.
     pub(crate) fn matrix(&self) -> Option<&Arc<Matrix>> {
         match &self.stored {
             Stored::Table(_) => None,
@@ -66,7 +67,7 @@ impl Embedding {
         }
     }
 
-    /// The same rows for the packed passes.
+    /// The same embedding for the packed passes.
     pub(crate) fn for_packed_decoder(&self) -> decode::Embedding {
         match &self.stored {
             Stored::Table(table_vh) => decode::Embedding::Table(table_vh.shallow_clone()),
@@ -74,7 +75,7 @@ impl Embedding {
         }
     }
 
-    /// Elements of the table.
+    /// Number of elements of the table.
     pub(crate) fn numel(&self) -> usize {
         match &self.stored {
             Stored::Table(table_vh) => table_vh.numel(),
@@ -82,12 +83,12 @@ impl Embedding {
         }
     }
 
-    /// The kind of its rows.
+    /// Type of the rows.
     pub(crate) fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Where its rows are.
+    /// Device of the rows.
     pub(crate) fn device(&self) -> Device {
         match &self.stored {
             Stored::Table(table_vh) => table_vh.device(),

@@ -1,11 +1,11 @@
-//! What training a draft needs to know about a target of any family: sizes, the constants of its
-//! final norm and logits, the names of its embedding and output projection, and what the draft's
-//! defaults are derived from.
+//! What draft training needs to know about a target of any family: sizes, constants of the final
+//! norm and logits, tensor names of embedding and output projection, and the basis of draft
+//! defaults.
 //!
-//! Read from config.json alone, flat or nested. Training needs only this and the few files with
-//! those tensors ([`super::head`]), so it supports many more families than can be run here.
-//! [`super::TargetConfig`] is different: the arithmetic of the layers of a target that this program
-//! runs itself.
+//! Read from config.json alone, flat or nested. Together with the few files that hold those tensors
+//! ([`super::head`]) this suffices for training, so many more families can be trained for than can
+//! be run here. [`super::TargetConfig`] in contrast configures the layers of targets that this
+//! program runs.
 
 mod architectures;
 mod draft_shape;
@@ -28,34 +28,34 @@ use self::architectures::{EmbeddingScale, LogitScale};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormKind {
-    /// Root mean square, times w.
+    /// RMS norm times w.
     Rms,
-    /// Root mean square, times 1 + w: Gemma 2 and 3, Qwen3-Next, Qwen3.5.
+    /// RMS norm times 1 + w: Gemma 2 and 3, Qwen3-Next, Qwen3.5.
     RmsPlusOne,
-    /// Mean and variance, times w, and a bias where there is one.
+    /// Layer norm times w, plus an optional bias.
     Layer,
-    /// Mean and variance, times 1 + w, and a bias where there is one: Nemotron.
+    /// Layer norm times 1 + w, plus an optional bias: Nemotron.
     LayerPlusOne,
 }
 
-/// The numbers of a target's head beside its weights.
+/// Constants of a target's head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadNumbers {
     /// The final norm.
     pub norm: NormKind,
     /// Its epsilon.
     pub norm_eps: f64,
-    /// What the embedding is multiplied by.
+    /// Factor on the embedding.
     pub embedding_scale: f64,
-    /// Whether that factor is rounded to the type of the stored weights, as Gemma's is.
+    /// Whether that factor is rounded to the type of the stored weights, as in Gemma.
     pub rounds_embedding_scale: bool,
-    /// What logits are multiplied by.
+    /// Factor on logits.
     pub logit_scale: f64,
-    /// Logits are squeezed into this, plus and minus.
+    /// Soft cap of logits.
     pub softcap: Option<f64>,
 }
 
-/// Where the tensors of a head lie, as far as it is known before the checkpoint is looked at.
+/// Tensor names of a head as far as they are known without the checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct NamedTensors {
     pub(crate) embedding: Option<String>,
@@ -67,48 +67,47 @@ pub(crate) struct NamedTensors {
 /// Whether the output projection is the embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tying {
-    /// config.json, or the family's own default, says that it is.
+    /// Tied according to config.json or the family's default.
     Tied,
-    /// It is where the checkpoint has no output projection.
+    /// Tied if the checkpoint has no output projection.
     ByAbsence,
 }
 
-/// What a draft's training needs of a target.
+/// What draft training needs to know about a target.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetFacts {
     /// The architecture as config.json names it.
     pub architecture: String,
     /// Width H of the residual stream.
     pub hidden_size: i64,
-    /// Decoder layers, and the layer id of the last hidden state.
+    /// Number of decoder layers; also the layer id of the last hidden state.
     pub num_hidden_layers: usize,
-    /// Rows of the embedding and of the output projection, unused ones included.
+    /// Rows of embedding and output projection, including unused ones.
     pub vocab_size: i64,
-    /// The longest context.
+    /// Maximum context length.
     pub max_position_embeddings: i64,
     /// Tokens that end an answer, from config.json and generation_config.json.
     pub eos_token_ids: Vec<i64>,
     /// The padding token.
     pub pad_token_id: Option<i64>,
-    /// Norm, scales and soft-cap.
+    /// Norm, scales and soft cap.
     pub head: HeadNumbers,
-    /// Why the last state that servers deliver cannot give this target's logits, where it cannot.
+    /// If set, why the target's logits cannot be computed from the last state that servers deliver.
     pub no_last_state: Option<&'static str>,
-    /// The quantization method of the checkpoint, where config.json names one.
+    /// The checkpoint's quantization method, if config.json names one.
     pub quantization: Option<String>,
-    /// What a draft takes from the target's attention, MLP and rotary embedding.
+    /// Defaults that a draft takes from the target's attention, MLP and rotary embedding.
     pub(crate) draft: DraftDefaults,
     pub(crate) tensors: NamedTensors,
     pub(crate) tying: Tying,
 }
 
 impl TargetFacts {
-    /// Reads `config.json` (and the end tokens of `generation_config.json`) of a model directory, and
-    /// takes what `spec` says before that.
+    /// Reads `config.json` (and the end tokens of `generation_config.json`) of a model directory;
+    /// values in `spec` take precedence.
     ///
     /// # Errors
-    /// No config.json, an architecture that is not known and not described, a key that is missing or
-    /// unusable (each named).
+    /// No config.json, an unknown architecture without a spec, a missing or invalid key (named).
     pub fn load(dir: &Path, spec: Option<&TargetSpec>) -> Result<Self> {
         let config = Fields::read(dir, "config.json")?;
         let text = text_config(&config)?;
@@ -133,7 +132,7 @@ impl TargetFacts {
             let path = config.path().into();
             return Err(Error::UnknownTarget { path, found: name, example: String::new() });
         }
-        // A described one has the usual keys and no other numbers than it is given.
+        // A target with a spec has the usual keys and only the constants that the spec gives.
         let family = known.unwrap_or(HeadFacts::rms(1e-6));
         let required = |key, own: Option<i64>| match own {
             Some(value) => Ok(value),
@@ -160,7 +159,7 @@ impl TargetFacts {
             },
             head: head_numbers(text, &family, spec, hidden_size)?,
             no_last_state: family.no_last_state.filter(|_| {
-                // one stream is the state itself
+                // a single stream is the state itself
                 text.value("hc_mult").is_none_or(|streams| streams.as_i64() != Some(1))
             }),
             quantization: quantization(config, text)?,
@@ -170,22 +169,22 @@ impl TargetFacts {
         })
     }
 
-    /// Heads, widths and rotary embedding that a draft of this target has unless it is told otherwise.
+    /// Default heads, widths and rotary embedding of this target's drafts.
     pub fn draft_defaults(&self) -> &DraftDefaults {
         &self.draft
     }
 
-    /// Whether config.json says that the output projection is the embedding; a checkpoint without the
-    /// one has it so as well.
+    /// Whether config.json says that the output projection is tied. A checkpoint without an output
+    /// projection is also tied.
     pub fn is_tied(&self) -> bool {
         self.tying == Tying::Tied
     }
 }
 
-/// Where models with a vision or audio tower keep the configuration of their text model.
+/// Keys of the nested text configuration in multimodal models.
 const TEXT_CONFIGS: [&str; 3] = ["text_config", "llm_config", "language_config"];
 
-/// The fields of the text model: the file's own, or those nested in it.
+/// The text model's fields: those of the file, or nested in it.
 fn text_config(config: &Fields) -> Result<Fields> {
     let thinker = config.object("thinker_config")?;
     let outer = thinker.as_ref().unwrap_or(config);
@@ -208,7 +207,7 @@ fn architecture_name(config: &Fields, text: &Fields) -> Result<String> {
     Ok(named.or(config.text("model_type")?).unwrap_or("(none)".into()))
 }
 
-/// The number of layers: hybrids may say it as a list, or a pattern of one letter a layer.
+/// Number of layers. Hybrid models may give a list, or a pattern with one letter per layer.
 fn layer_count(text: &Fields) -> Result<i64> {
     if let Some(kinds) = text.texts("layers_block_type")? {
         return Ok(kinds.len() as i64);
@@ -223,7 +222,7 @@ fn layer_count(text: &Fields) -> Result<i64> {
 }
 
 fn max_positions(text: &Fields, spec: &TargetSpec) -> Result<i64> {
-    // As every engine takes a config that does not say it.
+    // The default of all engines.
     const USUAL: i64 = 32_768;
     let said = spec.max_position_embeddings.or(text.size("max_position_embeddings")?);
     Ok(said.unwrap_or(USUAL))
@@ -281,7 +280,7 @@ fn head_numbers(
     Ok(numbers)
 }
 
-/// What both levels say of it; where neither does, the family's own default counts.
+/// From both levels of the configuration, or else the family's default.
 fn tying(config: &Fields, text: &Fields, family: &HeadFacts, spec: &TargetSpec) -> Result<Tying> {
     let key = "tie_word_embeddings";
     if spec.head.is_some() {

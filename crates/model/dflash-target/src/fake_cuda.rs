@@ -1,5 +1,5 @@
-//! What a target asks of a GPU outside training, on a fake one: attention by the kernels that are
-//! called by name, and few launches.
+//! GPU work of a target outside training, recorded on a fake GPU: attention uses the directly
+//! called kernels, and launches are few.
 
 mod families;
 
@@ -14,7 +14,7 @@ use crate::{SequencePart, Target, TargetConfig};
 const GPU: Device = Device::Cuda(0);
 const LAYERS: usize = 2;
 
-/// Qwen3's layers, 64 wide, in bfloat16; the second one sliding.
+/// Qwen3 layers of width 64 in bfloat16; the second uses a sliding window.
 fn target() -> Target {
     let config =
         TargetConfig::qwen3(64, LAYERS, 50).with_dense(|dense| dense.windows = vec![None, Some(5)]);
@@ -25,7 +25,7 @@ fn built(config: TargetConfig) -> Target {
     let (options, prefix, shard) = ((Kind::BFloat16, GPU), DEFAULT_PREFIX, Shard::WHOLE);
     let init = Init { weights: None, options, prefix, shard, packing: None };
     let target = Target::build(config, &init).unwrap();
-    // As weights of a file are; fresh ones are to be trained.
+    // As weights loaded from a file; fresh ones require gradients.
     for (_, weight) in target.parameters() {
         let _ = weight.set_requires_grad(false);
     }
@@ -77,15 +77,15 @@ fn each_of_several_sequences_is_one_call_a_layer() {
     flash_alone(&record, 2 * LAYERS);
 }
 
-/// A token of Qwen3-8B, which a GPU computes in about 4 ms: the host makes a launch in about 5 us. A layer takes
-/// 10: two norms, four products, heads on their way into the cache, attention, SwiGLU, and the copy of the
-/// residual stream that is still the layer's input.
+/// A GPU computes a token of Qwen3-8B in about 4 ms, and the host needs about 5 us per launch. A
+/// layer takes 10 launches: two norms, four products, heads written to the cache, attention,
+/// SwiGLU, and a copy of the residual stream, which is still the layer's input.
 #[test]
 fn a_decoded_token_and_a_verified_block_are_few_launches() {
     type Config = fn(usize) -> TargetConfig;
     let kinds: [(&str, Config); 2] = [
         ("Qwen3", |layers| TargetConfig::qwen3(64, layers, 50)),
-        // As Llama: heads are turned and not normed.
+        // As in Llama, where heads are rotated but not normed.
         ("plain heads", |layers| {
             TargetConfig::qwen3(64, layers, 50).with_dense(|dense| dense.qk_norm = false)
         }),
@@ -109,7 +109,7 @@ fn a_decoded_token_and_a_verified_block_are_few_launches() {
     }
 }
 
-/// Of a prompt alone and of documents, whose keys no cache keeps.
+/// For a single prompt and for documents, whose keys are not cached.
 #[test]
 fn heads_are_one_launch_a_layer_in_a_prompt_too() {
     let record = asked(|begun| {

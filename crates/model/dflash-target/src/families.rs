@@ -1,7 +1,7 @@
-//! The families that run natively, one file each: its keys of `config.json`, its tensors, its layer.
+//! The natively supported families, one file each: `config.json` keys, tensors, layer.
 //!
-//! A family file reads from top to bottom as its authors describe the model. It is put together from
-//! parts that ask for choices, never for a name.
+//! A family file reads top to bottom like its authors' description of the model. It combines
+//! building blocks, which are configured by choices and never ask for a family's name.
 
 mod deepseek_v3;
 mod dense;
@@ -32,7 +32,7 @@ use super::layer::Layer;
 use super::parallel::{Divisible, Shard};
 use super::parameters::Init;
 
-/// All that run; a new one is its file and two lines here, `mod` and this.
+/// All families. A new one needs its file and two lines here, `mod` and this.
 const FAMILIES: &[&[Known]] = &[
     dense::KNOWN,
     qwen3_next::KNOWN,
@@ -48,42 +48,42 @@ const FAMILIES: &[&[Known]] = &[
     qwen3_moe::KNOWN,
 ];
 
-/// A model that a config.json names.
+/// A model type that a config.json may name.
 struct Known {
-    /// Its names under `architectures`; the first is its own where a file has none.
+    /// Names under `architectures`; the first is used if the file has none.
     architectures: &'static [&'static str],
-    /// Those under `model_type`.
+    /// Names under `model_type`.
     model_types: &'static [&'static str],
-    /// Its head, which drafts are trained with.
+    /// Its head, used in draft training.
     head: HeadFacts,
-    /// Reads the keys of the text model.
+    /// Reads the text model's keys.
     read: fn(&Fields) -> Result<(Family, Outer)>,
 }
 
-/// What the layers of a target are.
+/// Type and configuration of a target's layers.
 #[derive(Debug, Clone)]
 pub struct Family(Arc<dyn Architecture>);
 
-/// What a family's configuration has to tell.
+/// Interface of a family's configuration.
 pub(crate) trait Architecture: Debug + Send + Sync {
-    /// Layer `number`, counted from 0.
+    /// Builds layer `number`, counted from 0.
     fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>>;
 
-    /// The rotary embeddings that its layers ask for, in the order of `Pass::tables`.
+    /// The rotary embeddings of its layers, in the order of `Pass::tables`.
     fn rotaries(&self, device: Device) -> Vec<Rotary>;
 
-    /// What every pass begins with, beside the embedding; `None` where there is no such thing.
+    /// Computation at the start of every pass after the embedding, if there is any.
     fn prepare(&self, _config: &TargetConfig, _init: &Init) -> Result<Option<Box<dyn Prepare>>> {
         Ok(None)
     }
 
-    /// Elements of the matrices that a token meets in layer `number`.
+    /// Matrix elements of layer `number` that are active for a token.
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         self.stored_elements(config, number, &Shard::WHOLE)
     }
 
-    /// Elements of the matrices that a rank with `shard` keeps of layer `number`: more than a token
-    /// meets, where it meets few experts.
+    /// Matrix elements of layer `number` that a rank with `shard` stores. With experts this is more
+    /// than a token activates.
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64;
 
     /// Names within the text model of the tensors that [`Self::prepare`] reads.
@@ -91,46 +91,46 @@ pub(crate) trait Architecture: Debug + Send + Sync {
         &[]
     }
 
-    /// Elements of what [`Self::prepare`] keeps, which no ranks divide.
+    /// Elements stored for [`Self::prepare`]; not sharded.
     fn prepared_elements(&self, _config: &TargetConfig) -> f64 {
         0.0
     }
 
-    /// Operations of layer `number` for a token and one that it sees.
+    /// Operations of layer `number` per query-key pair.
     fn pair_flops(&self, number: usize) -> f64;
 
-    /// How far back layer `number` sees.
+    /// Attention span of layer `number`.
     fn attention_span(&self, number: usize) -> AttentionSpan;
 
-    /// What ranks divide among themselves.
+    /// The sizes that tensor parallelism divides.
     fn parallel_sizes(&self) -> Vec<Divisible>;
 
-    /// Numbers that a token takes at a layer's widest moment.
+    /// Peak activation elements per token in a layer.
     fn widest(&self, config: &TargetConfig) -> f64;
 
-    /// Rows of the embedding where config.json does not say, if the family's class does.
+    /// The family's default number of embedding rows, for a config.json without one.
     fn vocab_size(&self) -> Option<i64> {
         None
     }
 
-    /// Whether lm_head and embedding are one where config.json does not say.
+    /// Whether embeddings are tied by default.
     fn is_tied(&self) -> bool {
         false
     }
 
-    /// The configuration of layers as Llama and Qwen have them, which are trained and saved too.
+    /// The configuration of dense (Llama or Qwen) layers, which can also be trained and saved.
     fn dense(&self) -> Option<&DenseConfig> {
         None
     }
 }
 
-/// What a family makes of the tokens once for all layers.
+/// Per-token inputs that a family computes once for all layers.
 pub(crate) trait Prepare: Debug + Send {
-    /// Of the tokens `ids_t` `[T]` and their embeddings [T, H], scaled.
+    /// From the tokens `ids_t` `[T]` and their scaled embeddings [T, H].
     fn of(&self, ids_t: &Tensor, x_th: &Tensor) -> Tensor;
 }
 
-/// The heads of all that run.
+/// The heads of all families.
 pub(crate) fn heads() -> impl Iterator<Item = NamedHead> {
     known().map(|&Known { architectures, model_types, head, .. }| NamedHead {
         architectures,
@@ -149,7 +149,7 @@ impl<A: Architecture + 'static> From<A> for Family {
     }
 }
 
-/// Two are the same where they print alike: what prints is all that they are.
+/// Compares the debug output, which shows every setting.
 impl PartialEq for Family {
     fn eq(&self, other: &Self) -> bool {
         format!("{self:?}") == format!("{other:?}")
@@ -157,12 +157,12 @@ impl PartialEq for Family {
 }
 
 impl Family {
-    /// The names under `architectures` in config.json of all that run.
+    /// All supported names under `architectures` in config.json.
     pub fn architectures() -> impl Iterator<Item = &'static str> {
         known().flat_map(|known| known.architectures.iter().copied())
     }
 
-    /// What `file` says, of whose text model the keys are in `text`; first the architecture's name.
+    /// Reads `file`, whose text model's keys are in `text`. Also returns the architecture's name.
     pub(crate) fn read(file: &Fields, text: &Fields) -> Result<(String, Self, Outer)> {
         let named = file.texts("architectures")?.unwrap_or_default().into_iter().next();
         let model_type = file.text("model_type")?;
@@ -183,7 +183,7 @@ impl Family {
         }
     }
 
-    /// The configuration of dense layers, if they are.
+    /// The configuration of dense layers, if the family is dense.
     pub fn dense(&self) -> Option<&DenseConfig> {
         self.0.dense()
     }
@@ -193,8 +193,7 @@ impl Family {
     }
 }
 
-/// What `layer_types` says of each of so many layers, by what `of` makes of its words; `None` where it is
-/// not written.
+/// Reads `layer_types`, translating each entry by `of`; `None` if the key is absent.
 pub(crate) fn layer_types<T>(
     text: &Fields,
     layers: usize,
@@ -209,7 +208,7 @@ pub(crate) fn layer_types<T>(
     kinds.map(Some).ok_or_else(unknown)
 }
 
-/// Layers with experts, by `mlp_only_layers` and `decoder_sparse_step`.
+/// Which layers have experts, from `mlp_only_layers` and `decoder_sparse_step`.
 fn sparse_by_step(text: &Fields, layers: usize) -> Result<Vec<bool>> {
     let dense = text.tokens("mlp_only_layers")?;
     let step = text.size("decoder_sparse_step")?.unwrap_or(1) as usize;
@@ -218,7 +217,7 @@ fn sparse_by_step(text: &Fields, layers: usize) -> Result<Vec<bool>> {
     Ok((0..layers).map(is_sparse).collect())
 }
 
-/// A number of experts, under the first of `keys` that is written.
+/// The number of experts, from the first of `keys` that is present.
 pub(crate) fn experts_count(text: &Fields, keys: &[&str]) -> Result<i64> {
     for key in keys {
         if let Some(count) = text.size(key)? {
@@ -228,7 +227,7 @@ pub(crate) fn experts_count(text: &Fields, keys: &[&str]) -> Result<i64> {
     Err(text.refuse(keys[0], "it is needed"))
 }
 
-/// The number of experts of a token, under the first of `keys` that is written.
+/// The number of experts per token, from the first of `keys` that is present.
 pub(crate) fn top_k_count(text: &Fields, keys: &[&str], experts: i64) -> Result<i64> {
     let top_k = experts_count(text, keys)?;
     let key = keys.iter().find(|key| text.value(key).is_some()).expect("one was read");

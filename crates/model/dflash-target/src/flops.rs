@@ -1,7 +1,7 @@
-//! How much arithmetic a target needs: plain numbers, no tensors.
+//! Arithmetic of a target as plain numbers, without tensors.
 //!
-//! A product of [m, k] by [k, n] counts 2mnk. Only what the result needs is counted: attention by
-//! what is visible; norms and other elementwise work count nothing.
+//! A product of [m, k] and [k, n] counts 2mnk. Only necessary work is counted: visible pairs in
+//! attention, and no norms or other elementwise operations.
 
 use dflash_tensor::attention_span::AttentionSpan;
 
@@ -9,27 +9,27 @@ use crate::TargetConfig;
 use crate::parallel::Shard;
 
 impl TargetConfig {
-    /// Elements of the matrices of the first `layers` layers, and of what their family makes of the
-    /// tokens for all of them.
+    /// Stored matrix elements of the first `layers` layers, including per-token inputs that the
+    /// family computes for all layers.
     pub fn stored_elements(&self, layers: usize) -> f64 {
         let architecture = self.family.architecture();
         let of_layer = |layer| architecture.stored_elements(self, layer, &Shard::WHOLE);
         architecture.prepared_elements(self) + (0..layers).map(of_layer).sum::<f64>()
     }
 
-    /// Numbers that a token takes at the widest moment of a layer.
+    /// Peak activation elements per token in a layer.
     pub fn widest(&self) -> f64 {
         self.family.architecture().widest(self)
     }
 
-    /// Operations of the first `layers` layers on whole documents of these `lengths`, each of which
-    /// attends to itself.
+    /// Operations of the first `layers` layers on documents of these `lengths`, each of which
+    /// attends only to itself.
     pub fn prefill_flops(&self, layers: usize, lengths: impl Iterator<Item = usize>) -> f64 {
         let PrefillFlops { products, attention } = self.prefill_work(layers, lengths);
         products + attention
     }
 
-    /// The same by what computes it.
+    /// The same, split into matrix products and attention.
     pub fn prefill_work(
         &self,
         layers: usize,
@@ -49,16 +49,16 @@ impl TargetConfig {
     }
 }
 
-/// Operations of a target's pass over whole documents.
+/// Operations of a target's pass over documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PrefillFlops {
-    /// Of matrix products.
+    /// Matrix products.
     pub products: f64,
-    /// Of attention: scores, and their product with the values.
+    /// Attention: scores, and their product with the values.
     pub attention: f64,
 }
 
-/// Pairs of a token and one that it sees.
+/// Number of visible query-key pairs.
 fn causal_pairs(length: usize, attention_span: AttentionSpan) -> f64 {
     let all = |length: f64| length * (length + 1.0) / 2.0;
     let length = length as f64;
@@ -92,12 +92,12 @@ mod tests {
             [15.0, 9.0, 3.0, 7.0]
         );
         let config = TargetConfig::qwen3(8, 3, 64);
-        // q 4 heads of 2, k and v 2 each, o back, three matrices of 8 by 24.
+        // q has 4 heads of 2, k and v 2 each; then o; then three matrices of 8 by 24.
         let layer = (8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 24) as f64;
         assert_eq!(config.stored_elements(2), 2.0 * layer);
         let config = config.with_dense(|dense| dense.windows[1] = Some(2));
         let products = 2.0 * 7.0 * layer * 2.0;
-        // Of documents of 5 and 2 tokens: all pairs in the first layer, a window of 2 in the second.
+        // Documents of 5 and 2 tokens: all pairs in the first layer, a window of 2 in the second.
         let pairs = (15.0 + 3.0) + (9.0 + 3.0);
         let flops = config.prefill_flops(2, [5, 2].into_iter());
         assert_eq!(flops, products + 4.0 * 8.0 * pairs);

@@ -1,5 +1,5 @@
-//! The part of a target that the draft borrows: token embedding, final norm, output projection, and
-//! the numbers that change what they give.
+//! The part of a target that the draft uses: token embedding, final norm, output projection, and
+//! their constants.
 
 mod tensors;
 
@@ -13,33 +13,33 @@ use super::facts::{HeadNumbers, NormKind, TargetFacts};
 
 pub(crate) use self::tensors::HeadTensors;
 
-/// Embedding, final norm and output projection of a target: all that training a draft needs of it.
+/// Embedding, final norm and output projection of a target: everything that draft training needs.
 #[derive(Debug)]
 pub struct TargetIo {
-    /// Token embedding [V, H], as it is stored: what a draft's slots are filled with, since engines
-    /// hand a draft the rows without the target's scale.
+    /// Token embedding [V, H] as stored, without the target's scale: engines pass drafts the
+    /// unscaled rows.
     pub embedding_vh: Tensor,
-    /// Output projection [V, H]; shares storage with the embedding when they are tied.
+    /// Output projection [V, H]; shares storage with the embedding if tied.
     pub lm_head_vh: Tensor,
     norm: FinalNorm,
-    /// What the embedding is multiplied by to be hidden state 0.
+    /// Factor from the embedding to hidden state 0.
     embedding_scale: f64,
     output: LogitTransform,
-    /// Whether last states come from behind the final norm.
+    /// Whether last states are taken after the final norm.
     normed_states: bool,
 }
 
 /// The norm before the output projection, in float32.
 #[derive(Debug)]
 struct FinalNorm {
-    /// With the 1 of 1 + w added `[H]`.
+    /// `[H]`, with the 1 of 1 + w already added.
     weight_h: Tensor,
     bias_h: Option<Tensor>,
     kind: NormKind,
     eps: f64,
 }
 
-/// The checkpoint's name of the final norm.
+/// Tensor name of the final norm.
 pub(crate) const FINAL_NORM: &str = "norm.weight";
 
 impl FinalNorm {
@@ -73,7 +73,7 @@ impl FinalNorm {
 }
 
 impl TargetIo {
-    /// Reads these tensors, and no others, of the model in `dir`, whose family is known.
+    /// Loads only these tensors of the model in `dir`, whose family is known.
     ///
     /// # Errors
     /// As [`TargetFacts::load`] and [`Self::of`].
@@ -81,12 +81,11 @@ impl TargetIo {
         Self::of(dir, &TargetFacts::load(dir, None)?, (device, kind))
     }
 
-    /// Reads these tensors, and no others, of the model in `dir` that `facts` are of. Files without
-    /// them need not be there.
+    /// Loads only these tensors of the model in `dir`; files without them may be absent.
     ///
     /// # Errors
-    /// A tensor that is missing, that two names fit, of another shape than config.json says, or that is
-    /// stored in few bits; a missing or damaged file: each named.
+    /// A missing, ambiguous or quantized tensor, a shape that differs from config.json, a missing
+    /// or damaged file (each named).
     pub fn of(dir: &Path, facts: &TargetFacts, place: (Device, Kind)) -> Result<Self> {
         let tensors = HeadTensors::open(dir)?;
         let located = tensors.locate(facts)?;
@@ -117,7 +116,7 @@ impl TargetIo {
         })
     }
 
-    /// A head of these tensors with nothing but an RMS norm.
+    /// A head with the given tensors and a plain RMS norm.
     pub fn plain(embedding_vh: Tensor, lm_head_vh: Tensor, norm: (&Tensor, f64)) -> Self {
         let norm = FinalNorm {
             weight_h: norm.0.to_kind(Kind::Float),
@@ -129,35 +128,35 @@ impl TargetIo {
         Self { embedding_vh, lm_head_vh, norm, embedding_scale: 1.0, output, normed_states: false }
     }
 
-    /// The same for last states that come from behind the final norm, as some servers deliver them.
+    /// Sets whether last states are taken after the final norm, as some servers deliver them.
     #[must_use]
     pub fn with_normed_states(self, normed_states: bool) -> Self {
         Self { normed_states, ..self }
     }
 
-    /// The same with `offset` added to the final norm's weight.
+    /// Adds `offset` to the final norm's weight.
     #[must_use]
     pub fn with_norm_offset(mut self, offset: f64) -> Self {
         self.norm.weight_h = &self.norm.weight_h + offset;
         self
     }
 
-    /// The same with logits capped so, or not at all.
+    /// Sets or removes the soft cap.
     #[must_use]
     pub fn with_softcap(mut self, softcap: Option<f64>) -> Self {
         self.output.softcap = softcap;
         self
     }
 
-    /// The same with another output projection [V, H].
+    /// Replaces the output projection [V, H].
     #[must_use]
     pub fn with_lm_head(self, lm_head_vh: Tensor) -> Self {
         Self { lm_head_vh, ..self }
     }
 
-    /// The logits of the tokens `ids` from one last state of the model in `dir`, before the final norm
-    /// unless `normed`, in float32. Reads only what that needs: the norm, and a row of the output
-    /// projection for each token.
+    /// Logits of the tokens `ids` from one last state of the model in `dir` (before the final norm
+    /// unless `normed`), in float32. Reads only the norm and one row of the output projection per
+    /// token.
     ///
     /// # Errors
     /// As [`Self::of`].
@@ -185,7 +184,7 @@ impl TargetIo {
         Ok(Vec::try_from(logits_ti.squeeze_dim(0))?)
     }
 
-    /// Another handle to the same tensors.
+    /// A shallow clone.
     #[must_use]
     pub fn shared(&self) -> Self {
         Self {
@@ -197,19 +196,19 @@ impl TargetIo {
         }
     }
 
-    /// Hidden state 0 [T, H] of `ids` `[T]`: their embeddings, scaled as the target scales them.
+    /// Hidden state 0 [T, H] of `ids` `[T]`: scaled embeddings.
     pub fn embed(&self, ids: &Tensor) -> Tensor {
         let rows_th = self.rows(ids);
         if self.embedding_scale == 1.0 { rows_th } else { rows_th * self.embedding_scale }
     }
 
-    /// The embedding's rows [T, H] of `ids` `[T]` as they are stored: what a draft takes.
+    /// Embedding rows [T, H] of `ids` `[T]` as stored, the draft's input.
     pub fn rows(&self, ids: &Tensor) -> Tensor {
         self.embedding_vh.index_select(0, ids)
     }
 
-    /// The final norm of last states `hidden_td` [T, H], in float32; they are only widened where they
-    /// come from behind it.
+    /// Applies the final norm to `hidden_td` [T, H], in float32. States from after the norm are
+    /// only converted.
     pub fn normed(&self, hidden_td: &Tensor) -> Tensor {
         match self.normed_states {
             true => hidden_td.to_kind(Kind::Float),
@@ -217,12 +216,12 @@ impl TargetIo {
         }
     }
 
-    /// What makes logits of products with the output projection.
+    /// The transform from LM-head output to target logits.
     pub fn output(&self) -> &LogitTransform {
         &self.output
     }
 
-    /// The target's logits [T, V] of its last states `hidden_td` [T, H].
+    /// The target's logits [T, V] from its last states `hidden_td` [T, H].
     pub fn logits(&self, hidden_td: &Tensor) -> Tensor {
         let normed_td = self.normed(hidden_td).to_kind(self.lm_head_vh.kind());
         self.output.apply(normed_td.mm(&self.lm_head_vh.tr()))
@@ -230,7 +229,7 @@ impl TargetIo {
 }
 
 impl HeadNumbers {
-    /// The embedding's scale for weights that are stored in `kind`.
+    /// The embedding's scale for weights stored in `kind`.
     fn embedding_scale_in(&self, kind: Kind) -> f64 {
         match self.rounds_embedding_scale {
             true => Tensor::from(self.embedding_scale as f32).to_kind(kind).double_value(&[]),

@@ -1,5 +1,5 @@
-//! Heads of one fused projection on a GPU: norms where there are any, rotation, and the way into the cache in
-//! one launch, where libtorch takes a dozen.
+//! Heads of a fused projection on a GPU: optional norms, rotation and writing to the cache in one
+//! launch, where libtorch needs a dozen.
 
 use dflash_kernels::gpu::{self, HeadTurn, KeyRoom};
 use dflash_kernels::kernels::Kernels;
@@ -9,13 +9,13 @@ use super::blocks::attention::Heads;
 use super::layer::{Attend, Projected};
 use super::rotary::HeadTables;
 
-/// Queries, keys and values of the tokens of a call, side by side, and what becomes of them.
+/// The fused queries, keys and values of a call's tokens, and their processing.
 #[derive(Clone, Copy)]
 pub(crate) struct FusedHeads<'a> {
     /// [T, (N + 2 M) * D].
     pub(crate) qkv_to: &'a Tensor,
     pub(crate) heads: Heads,
-    /// Weights `[D]` of the norms of each query head and of each key head, before the rotation.
+    /// Weights `[D]` of the query and key head norms, applied before the rotation.
     pub(crate) norms: Option<(&'a Tensor, &'a Tensor)>,
     pub(crate) eps: f64,
     pub(crate) tables: &'a HeadTables,
@@ -23,7 +23,7 @@ pub(crate) struct FusedHeads<'a> {
 }
 
 impl FusedHeads<'_> {
-    /// All of them for `layer`; `None` where our kernels for GPUs do not take them.
+    /// Processes all heads for `layer`; `None` if our GPU kernels do not support them.
     pub(crate) fn project(self, layer: usize, attend: &dyn Attend) -> Option<Projected> {
         let Self { qkv_to, heads: Heads { query, key, dim }, norms, eps, tables, kernels } = self;
         let runner = kernels.gpu(qkv_to)?;

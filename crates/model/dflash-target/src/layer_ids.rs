@@ -1,7 +1,7 @@
-//! Which hidden states condition the draft, in our numbering.
+//! Numbering of the hidden states that condition the draft.
 //!
 //! Id 0 is the embedding output, id k the residual stream after k decoder layers, id n (the number
-//! of layers) the state before the final norm. The published checkpoints' `target_layer_ids` count
+//! of layers) the state before the final norm. Published checkpoints' `target_layer_ids` count
 //! layers from 0 and are one less.
 
 use dflash_tensor::{Error, Result};
@@ -9,8 +9,8 @@ use dflash_tensor::{Error, Result};
 /// Checks that `ids` are strictly ascending and exist in a target of `num_layers` layers.
 ///
 /// # Errors
-/// [`Error::LayerId`] names the first id out of range and the range; [`Error::LayerIdOrder`] an
-/// empty, unsorted or repeating list.
+/// [`Error::LayerId`] for the first id out of range; [`Error::LayerIdOrder`] for an empty, unsorted
+/// or repeating list.
 pub fn check_layer_ids(ids: &[u32], num_layers: usize) -> Result<()> {
     if let Some(&id) = ids.iter().find(|&&id| id as usize > num_layers) {
         return Err(Error::LayerId { id, layers: num_layers });
@@ -21,10 +21,10 @@ pub fn check_layer_ids(ids: &[u32], num_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// The published choice of `aux_layers` layers for a target of `num_layers`: evenly spread from the
-/// second layer to the third from the end; the middle one when there is one auxiliary layer.
+/// The published choice of `aux_layers` layers for a target of `num_layers`: evenly spaced from the
+/// second layer to the third from last, or the middle one for a single auxiliary layer.
 ///
-/// A target too shallow for distinct ids gets fewer of them.
+/// A target with too few layers for distinct ids gets fewer.
 pub fn default_layer_ids(num_layers: usize, aux_layers: usize) -> Vec<u32> {
     if aux_layers == 1 {
         return vec![num_layers as u32 / 2 + 1];

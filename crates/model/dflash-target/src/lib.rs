@@ -1,14 +1,14 @@
 //! Target models: a family's configuration, its layers, and the passes over them.
 //!
-//! Single-device tensor code: nothing here knows a rank, a socket or a command line, also where a
+//! Single-device tensor code: nothing here knows a rank, a socket or a command line, even where a
 //! target runs in parallel over several processes ([`parallel`]).
 //!
-//! - [`Target`] runs the verifier: hidden states of chosen layers, logits, key/value cache.
-//! - [`Prefill`] computes hidden states of prompts by a target's first layers alone.
-//! - [`TargetIo`] is what training a draft takes of a target of any family, and [`TargetFacts`] is
-//!   what it must know of one.
+//! - [`Target`] runs the verifier: hidden states of selected layers, logits, key/value cache.
+//! - [`Prefill`] computes hidden states of prompts and loads only the layers needed for them.
+//! - [`TargetIo`] is the part of a target that draft training uses, and [`TargetFacts`] its
+//!   configuration, for targets of any family.
 //!
-//! A family is a file in `families`, made of the parts in `blocks`.
+//! Each family is a file in `families`, built from the parts in `blocks`.
 
 mod blocks;
 mod cache;

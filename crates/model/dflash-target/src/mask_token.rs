@@ -1,59 +1,59 @@
-//! The token that fills the unknown slots of a block.
+//! Choice of the mask token, which fills the unknown slots of a block.
 //!
-//! It has to be a row of the target's embedding that means nothing: the engines that serve the
-//! draft look it up there. A pad, end-of-text or unknown token has a meaning the target learned,
-//! and a draft trained on one proposes badly.
+//! It must be a meaningless row of the target's embedding, because serving engines look it up
+//! there. Pad, end-of-text and unknown tokens have a meaning that the target learned, and a draft
+//! trained with one of them proposes badly.
 
 use dflash_tensor::{Error, Result};
 
-/// What a tokenizer says about itself.
+/// Special tokens and size of a tokenizer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TokenizerFacts {
-    /// Number of tokens with the added ones, as Hugging Face's `len(tokenizer)`.
+    /// Number of tokens including added ones, as Hugging Face's `len(tokenizer)`.
     pub len: i64,
-    /// The tokens from that id on, where ids have gaps; ascending.
+    /// Token ids at or above `len`, if ids have gaps; ascending.
     pub beyond: Vec<i64>,
-    /// The mask token, where it has one.
+    /// The mask token, if there is one.
     pub mask: Option<i64>,
     /// The padding token.
     pub pad: Option<i64>,
     /// The end-of-text token.
     pub eos: Option<i64>,
-    /// The token of unknown text.
+    /// The unknown token.
     pub unk: Option<i64>,
-    /// The tokens that were added to the vocabulary, by their ids.
+    /// Tokens added to the vocabulary, with their ids.
     pub added: Vec<(i64, String)>,
 }
 
-/// Where the id of a mask token comes from.
+/// Origin of a mask token id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MaskSource {
-    /// The user named it.
+    /// Set by the user.
     Named,
-    /// The draft that training starts from has it.
+    /// Stored in the draft that training starts from.
     Stored,
-    /// The tokenizer has a mask token.
+    /// The tokenizer's own mask token.
     Tokenizer,
-    /// The tokenizer does not use this row.
+    /// A row that the tokenizer does not use.
     FreeRow,
-    /// All rows are used; this is a token of that name, which was set aside.
+    /// All rows are used; this is a reserved token with that name.
     Reserved(String),
 }
 
-/// A mask token that engines can be given.
+/// A mask token that engines accept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskToken {
     /// Its id.
     pub id: i64,
-    /// Why it is this one.
+    /// Its origin.
     pub source: MaskSource,
 }
 
-/// How models name tokens that were set aside and stand for nothing: Llama 3 and 4
-/// (`<|reserved_special_token_0|>`), gpt-oss (`<|reserved_200000|>`), Gemma (`<unused0>`), Granite 4
-/// (`<|unused_0|>`), Seed-OSS (`<[PLHD0_never_used]>`), DeepSeek (`<｜place▁holder▁no▁0｜>`), Mistral
-/// and Nemotron (`<SPECIAL_20>`), older Mistral (`[control_8]`), Phi-4 (`<|dummy_0|>`), Hunyuan, OLMo and
-/// T5's heirs (`<|extra_0|>`, `<|extra_id_0|>`, `<extra_id_0>`).
+/// Name parts of reserved tokens: Llama 3 and 4 (`<|reserved_special_token_0|>`), gpt-oss
+/// (`<|reserved_200000|>`), Gemma (`<unused0>`), Granite 4 (`<|unused_0|>`), Seed-OSS
+/// (`<[PLHD0_never_used]>`), DeepSeek (`<｜place▁holder▁no▁0｜>`), Mistral and Nemotron
+/// (`<SPECIAL_20>`), older Mistral (`[control_8]`), Phi-4 (`<|dummy_0|>`), Hunyuan, OLMo and T5
+/// descendants (`<|extra_0|>`, `<|extra_id_0|>`, `<extra_id_0>`).
 const SET_ASIDE: [&str; 9] = [
     "reserved",
     "unused",
@@ -66,15 +66,15 @@ const SET_ASIDE: [&str; 9] = [
     "extra_",
 ];
 
-/// The mask token: the one that is `named`, else the `stored` one of the draft to start from, else the
-/// tokenizer's, else the first row of the embedding that the tokenizer does not use, else the first
-/// token that was set aside.
+/// Chooses the mask token, in this order: the `named` one, the `stored` one of the initial draft,
+/// the tokenizer's own, the first embedding row that the tokenizer does not use, the first reserved
+/// token.
 ///
 /// `embedding_rows` is the (padded) height of the target's embedding.
 ///
 /// # Errors
-/// The id is pad, eos or unk, lies outside the embedding, or nothing is free. A stored one may be pad or
-/// unk: published drafts have such, and are served with them.
+/// The id is pad, eos or unk, is outside the embedding, or nothing is free. A stored id may be pad
+/// or unk: published drafts have such ids and are served with them.
 pub fn resolve_mask_token(
     named: Option<i64>,
     stored: Option<i64>,
@@ -102,12 +102,12 @@ pub fn resolve_mask_token(
 }
 
 impl TokenizerFacts {
-    /// The first id from `len` on that no token has.
+    /// The first id from `len` on without a token.
     fn free_row(&self) -> Option<i64> {
         (self.len..).find(|id| self.beyond.binary_search(id).is_err())
     }
 
-    /// What the token `id` means, where it means something.
+    /// The meaning of token `id`, if it has one.
     fn meaning(&self, id: i64) -> Option<&'static str> {
         let is = |special: Option<i64>| special == Some(id);
         match () {
@@ -121,7 +121,7 @@ impl TokenizerFacts {
     fn set_aside(&self, embedding_rows: i64) -> Option<(i64, MaskSource)> {
         let fits = |(id, name): &&(i64, String)| {
             let name = name.to_lowercase();
-            // a name with a number: "extra_" alone may be anything
+            // requires a number in the name: "extra_" alone may be anything
             let is_one = name.contains(|c: char| c.is_ascii_digit());
             let called = SET_ASIDE.iter().any(|part| name.contains(part));
             is_one && called && *id < embedding_rows && self.meaning(*id).is_none()
@@ -176,15 +176,15 @@ mod tests {
         assert!(stored(100).unwrap_err().to_string().contains("not a row"));
     }
 
-    /// A real tokenizer: its name, rows of its models' embedding, number of tokens, pad, eos and unk,
-    /// a mask token, added tokens that matter, and the mask token that follows.
+    /// A real tokenizer: name, embedding rows, number of tokens, pad, eos and unk, mask token,
+    /// relevant added tokens, and the expected mask token.
     type Real<'a> =
         (&'a str, i64, i64, [Option<i64>; 3], Option<i64>, &'a [(i64, &'a str)], (i64, MaskSource));
 
-    /// Ids of Qwen3, Qwen3.5, Gemma and gpt-oss by z-lab's drafts; of
-    /// Llama 3 by its tokenizer_config.json; of Llama 4 and Phi-4 by the lists of special tokens of
-    /// llama-models and torchtune; of Kimi by its config.json; of MiniMax by speculators' tests. The
-    /// others' are as their releases have them.
+    /// Ids of Qwen3, Qwen3.5, Gemma and gpt-oss come from z-lab's drafts; of Llama 3 from its
+    /// tokenizer_config.json; of Llama 4 and Phi-4 from the special token lists of llama-models and
+    /// torchtune; of Kimi from its config.json; of MiniMax from speculators' tests. The others come
+    /// from their releases.
     #[test]
     #[expect(clippy::too_many_lines, reason = "it is a table")]
     fn real_tokenizers_have_a_mask_token_that_nothing_uses() {
@@ -223,7 +223,7 @@ mod tests {
                 ],
                 (128_002, reserved("<|reserved_special_token_0|>")),
             ),
-            // where fine-tunes pad with it, the next one
+            // fine-tunes that pad with it get the next one
             (
                 "Llama 3, padded",
                 128_256,
@@ -350,7 +350,7 @@ mod tests {
             let found = resolve_mask_token(None, None, &facts, rows).unwrap();
             assert_eq!(found, MaskToken { id, source }, "{name}");
         }
-        // a number in a name does not set it aside: ERNIE's places, for one
+        // a number alone does not mark a reserved name, e.g. ERNIE's location tokens
         let added = vec![(90, "<|LOC_7|>".to_owned()), (95, "<unused3>".to_owned())];
         let places = TokenizerFacts { len: 100, added, ..TokenizerFacts::default() };
         assert_eq!(resolve(None, &places, 100).unwrap(), 95);

@@ -1,4 +1,4 @@
-//! Attention of a packed row: every document sees itself only, and no padding exists.
+//! Attention in a packed row: each document attends only to itself; there is no padding.
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::attention_span::{AttentionSpan, Place, causal_mask};
@@ -9,10 +9,10 @@ use tch::{Kind, Tensor};
 use super::blocks::latent::Latent;
 use super::layer::{Attend, Projected, Recurrence};
 
-/// Documents laid end to end; keys and values are those of the call itself.
+/// Concatenated documents; keys and values come from the call itself.
 #[derive(Debug)]
 pub(crate) struct PackedAttention<'a> {
-    /// First token of each document, and the number of tokens.
+    /// First token of each document, then the number of tokens.
     document_starts: &'a [i64],
     calls: Calls,
 }
@@ -22,7 +22,7 @@ impl<'a> PackedAttention<'a> {
         Self { document_starts, calls: Calls::default() }
     }
 
-    /// All documents in one call, where the kernels of a GPU take them.
+    /// All documents in one call, if the GPU kernels support it.
     fn flash(&mut self, place: Place<'_>, projected: &Projected) -> Option<Tensor> {
         let [q, k, v] = projected.flash()?;
         let window = flash::window(place)?;
@@ -82,14 +82,14 @@ impl Projected {
         }
     }
 
-    /// Queries, keys and values, where the kernels of a GPU take them.
+    /// Queries, keys and values, if the GPU kernels support them.
     pub(crate) fn flash(&self) -> Option<[&Tensor; 3]> {
         let (q, k, v) = (&self.q_tnd, &self.k_tmd, &self.v_tme);
         (self.kernels == Kernels::Fast && flash::takes(q, k, v)).then_some([q, k, v])
     }
 }
 
-/// Causal attention of one document over itself [T, N*E].
+/// Causal self-attention of one document [T, N*E].
 pub(crate) fn causal(document: &Projected, place: Place<'_>) -> Tensor {
     let tokens = document.q_tnd.size()[0];
     let Place { attention_span, scores, .. } = place;
@@ -118,7 +118,7 @@ pub(crate) fn side_by_side(out: &Tensor) -> Tensor {
     out.squeeze_dim(0).transpose(0, 1).reshape([size[2], size[1] * size[3]])
 }
 
-/// Consecutive queries and the keys they may look at.
+/// Consecutive queries and the keys in their reach.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Span {
     /// Position of the first query.
@@ -127,12 +127,11 @@ pub(crate) struct Span {
     pub(crate) tokens: i64,
     /// Position of the first key.
     pub(crate) first_key: i64,
-    /// How far back a query sees.
     pub(crate) attention_span: AttentionSpan,
 }
 
 impl Span {
-    /// An additive mask [queries, keys] of the kind and device of `like`.
+    /// Additive mask [queries, keys] with the type and device of `like`.
     pub(crate) fn mask(&self, like: &Tensor) -> Tensor {
         let options = (Kind::Int64, like.device());
         let end = self.start + self.tokens;

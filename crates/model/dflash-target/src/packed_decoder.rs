@@ -2,22 +2,22 @@
 //! [`dflash_kernels::decode`].
 //!
 //! Up to 512 rows of a call over a cache (one token, a block to verify or to draft, accepted
-//! context) run through all layers in one C++ call. Each weight is read once, by threads that meet
-//! at spinning barriers. One thread sums each output in one order, whatever the number of rows and
-//! threads, so a verified block has the bits of plain decoding and near ties cannot make the texts
-//! differ. A call takes rows of one sequence or of several, each with its cache. Rows are float32
-//! in products, unless the model runs in bfloat16 on a CPU with AVX512-BF16; there they are rounded
-//! for the product only. Norms, attention, the residual stream and the cache stay float32.
-//! Attention sums keys in chunks at fixed positions and joins them in order, so the bits do not
-//! depend on how threads share a head.
+//! context) run through all layers in one C++ call. Each weight is read once, by threads that
+//! synchronise at spinning barriers. Each output is summed by one thread in a fixed order, whatever
+//! the number of rows and threads, so a verified block equals plain decoding to the bit and near
+//! ties cannot make texts differ. A call takes rows of one or several sequences, each with its
+//! cache. Rows are float32 in products, unless the model runs in bfloat16 on a CPU with
+//! AVX512-BF16; there they are rounded for the product only. Norms, attention, the residual stream
+//! and the cache stay float32. Attention sums keys in chunks at fixed positions and merges them in
+//! order, so the bits do not depend on how threads share a head.
 //!
-//! A target that is loaded for decoding holds its weights in packed form only, in bfloat16 where
-//! that represents them exactly. Weights are packed as the file is read, some rows at a time; a
-//! tied embedding is read from the packed output projection. Long prompts multiply the packed
-//! weights in tiles of rows; where libtorch is faster (bfloat16 without AMX), it gets each weight
-//! unpacked, one cache-sized part at a time. A target for packed documents only (training, the
-//! hidden-state server) is never packed. A draft, or a target with plain weights, is packed when
-//! its first cache is made.
+//! A target loaded for decoding holds only packed weights, in bfloat16 if that represents them
+//! exactly. Weights are packed while the file is read, a few rows at a time; a tied embedding is
+//! read from the packed output projection. Long prompts multiply the packed weights in tiles of
+//! rows. Where libtorch is faster (bfloat16 without AMX), each weight is unpacked for it in
+//! cache-sized parts. A target used only for packed documents (training, the hidden-state server)
+//! is never packed. Drafts, and targets with plain weights, are packed when their first cache is
+//! created.
 
 use dflash_kernels::decode::{
     Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
@@ -30,35 +30,34 @@ use super::packed_weight::FEW;
 use super::target::LmHead;
 use super::{CachedOutput, KvCache, Target};
 
-/// Tokens of a prompt that are read in pieces at most, where the matrices of a layer have up to
-/// [`SMALL_LAYER`] elements: what libtorch's calls cost beside products so small is more than many rows at
-/// once save. Of larger layers one piece: LOG.md has both sides.
+/// Longest prompt that is read in pieces if a layer's matrices have at most [`SMALL_LAYER`]
+/// elements: for products that small, libtorch's call overhead outweighs the gain from many rows at
+/// once. For larger layers one piece; measurements are in LOG.md.
 const MOST_TOKENS: i64 = 256;
 const SMALL_LAYER: i64 = 4 << 20;
 
-/// Rows whose logits are made by the packed lm_head at most; more take libtorch's products.
+/// Maximum rows whose logits use the packed lm_head; more rows use libtorch's products.
 const MAX_HEAD_ROWS: i64 = 256;
 
-/// What a target keeps for few rows. Its calls take and fill slices, so that a step of decoding makes no
-/// tensor.
+/// A target's packed weights. Methods work on slices, so a decoding step creates no tensors.
 #[derive(Debug)]
 pub struct PackedDecoder {
     stack: Stack,
     embedding: Embedding,
     head: Head,
     products: Products,
-    /// Weight of the final norm `[H]`, and its epsilon.
+    /// The final norm's weight `[H]` and epsilon.
     norm: (Vec<f32>, f64),
-    /// Tokens of one sequence that are read in pieces at most.
+    /// Longest prompt of one sequence that is read in pieces.
     most_tokens: i64,
 }
 
 impl PackedDecoder {
-    /// Rows of a call at most.
+    /// Maximum rows per call.
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
-    /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
-    /// all at once.
+    /// Whether `tokens` of one sequence are better read in pieces of [`Self::MAX_ROWS`] than all at
+    /// once.
     pub(super) fn takes(&self, tokens: i64) -> bool {
         (1..=self.most_tokens).contains(&tokens)
     }
@@ -67,12 +66,12 @@ impl PackedDecoder {
         &self.stack
     }
 
-    /// Bytes of the weights that a step reads: of the layers and the output projection.
+    /// Bytes of weights that a step reads: layers and output projection.
     pub fn weight_bytes(&self) -> usize {
         self.matrices().map(Matrix::bytes).sum()
     }
 
-    /// Reads these bytes as plainly as a program can, with the threads of a step. Returns a sum of them.
+    /// Reads the same bytes with the threads of a step and no other work. Returns their sum.
     pub fn read_weights(&self) -> u64 {
         Matrix::read_all(&self.matrices().collect::<Vec<_>>())
     }
@@ -84,16 +83,17 @@ impl PackedDecoder {
     /// Writes the embeddings [R, H] of `ids`.
     ///
     /// # Panics
-    /// When the target does not have one of them.
+    /// If an id is not in the vocabulary.
     pub fn embed(&self, ids: &[i64], x: &mut [f32]) {
         self.embedding.rows(ids, x);
     }
 
-    /// Appends `ids` to cached sequences, so many to each, one after the other. `x` [R, H] becomes the
-    /// residual stream before the final norm, `states` [R, K, H] the states of `aux_layers`.
+    /// Appends `ids` to cached sequences; `parts` gives each sequence's cache and number of tokens.
+    /// `x` [R, H] receives the residual stream before the final norm, `states` [R, K, H] the states
+    /// of `aux_layers`.
     ///
     /// # Panics
-    /// When a cache is too small, or an id of `aux_layers` exceeds the number of layers.
+    /// If a cache is too small, or an id of `aux_layers` exceeds the number of layers.
     pub fn forward(
         &self,
         ids: &[i64],
@@ -113,7 +113,7 @@ impl PackedDecoder {
         parts.iter_mut().for_each(|(cache, rows)| cache.advance(*rows as i64));
     }
 
-    /// Runs the embeddings `x` [R, H] of tokens of one sequence, as many at a time as a call takes.
+    /// Runs the embeddings `x` [R, H] of one sequence's tokens, [`Self::MAX_ROWS`] at a time.
     fn run_one(&self, cache: &mut KvCache, x: &mut [f32], aux_layers: &[u32], states: &mut [f32]) {
         let hidden = self.norm.0.len();
         let mut states = states.chunks_mut((Self::MAX_ROWS * hidden * aux_layers.len()).max(1));
@@ -125,13 +125,13 @@ impl PackedDecoder {
         }
     }
 
-    /// Writes the most likely token `[R]` after each row of `x` [R, H], the residual stream before the
-    /// final norm; of equally likely ones the first.
+    /// Writes the argmax token `[R]` for each row of `x` [R, H], the residual stream before the
+    /// final norm; the first of equal logits wins.
     pub fn most_likely(&self, x: &[f32], best: &mut [i64]) {
         self.head.most_likely(x, Some((&self.norm.0, self.norm.1)), best);
     }
 
-    /// As [`Self::most_likely`], of states that are normed already.
+    /// [`Self::most_likely`] for states that are already normed.
     pub fn most_likely_of_normed(&self, normed: &[f32], best: &mut [i64]) {
         self.head.most_likely(normed, None, best);
     }
@@ -142,7 +142,7 @@ fn sequence(cache: &KvCache, rows: usize) -> Sequence<'_> {
     Sequence { cache: held, start: cache.len() as i64, rows: rows as i64 }
 }
 
-/// The columns of an lm_head for tokens of a draft's vocabulary, packed.
+/// Packed lm_head columns of a draft's pruned vocabulary.
 #[derive(Debug)]
 pub struct PrunedRows {
     head: Head,
@@ -150,7 +150,7 @@ pub struct PrunedRows {
 }
 
 impl PrunedRows {
-    /// As [`PackedDecoder::most_likely_of_normed`], of these tokens alone.
+    /// [`PackedDecoder::most_likely_of_normed`] restricted to these tokens.
     pub fn most_likely(&self, normed: &[f32], best: &mut [i64]) {
         self.head.most_likely(normed, None, best);
         best.iter_mut().for_each(|place| *place = self.ids[*place as usize]);
@@ -158,13 +158,12 @@ impl PrunedRows {
 }
 
 impl Target {
-    /// The packed weights, where this target's few rows go through them: on a CPU, in float32 or
-    /// bfloat16.
+    /// The packed weights, if few rows of this target use them: on a CPU, in float32 or bfloat16.
     pub fn packed_decoder(&self) -> Option<&PackedDecoder> {
         self.packed_decoder.get_or_init(|| self.pack()).as_ref()
     }
 
-    /// The columns `lm_head_hv` [H, v] of the tokens `ids`, where few rows are packed.
+    /// Packs the columns `lm_head_hv` [H, v] of the tokens `ids`, if few rows are packed.
     pub fn pruned_rows(&self, lm_head_hv: &Tensor, ids: &[i64]) -> Option<PrunedRows> {
         let few = self.packed_decoder()?;
         Some(PrunedRows { head: Head::new(lm_head_hv, few.products), ids: ids.to_vec() })
@@ -217,7 +216,7 @@ impl Target {
         })
     }
 
-    /// [`Target::forward_cached`] of the tokens `ids_t` of one sequence, or of several with up to
+    /// [`Target::forward_cached`] for the tokens `ids_t` of one sequence, or of several with up to
     /// [`MAX_ROWS`] together.
     pub(super) fn forward_few(
         &self,
@@ -236,14 +235,14 @@ impl Target {
         CachedOutput { aux_states: (0..aux_layers.len()).map(state).collect(), hidden_td }
     }
 
-    /// The packed weights, if `x_th` is few rows and the target has such, or it has no others.
+    /// The packed weights, if `x_th` is few rows and they exist, or there are no others.
     fn few_for(&self, x_th: &Tensor) -> Option<&PackedDecoder> {
         let rows = x_th.size()[0];
         let most = if self.is_packed() { i64::MAX } else { MAX_HEAD_ROWS };
         if (1..=most).contains(&rows) { self.packed_decoder() } else { None }
     }
 
-    /// Whether its output projection is held packed alone.
+    /// Whether its output projection is only held packed.
     fn is_packed(&self) -> bool {
         match &self.lm_head {
             LmHead::Own(linear) => linear.is_packed(),
@@ -251,7 +250,8 @@ impl Target {
         }
     }
 
-    /// Logits [T, V] of `x_th` [T, H] through the packed lm_head, behind the final norm if wanted.
+    /// Logits [T, V] of `x_th` [T, H] through the packed lm_head, after the final norm unless
+    /// `is_normed`.
     pub(super) fn few_logits(&self, x_th: &Tensor, is_normed: bool) -> Option<Tensor> {
         let few = self.few_for(x_th)?;
         let size = [x_th.size()[0], few.head.outputs() as i64];
@@ -261,7 +261,7 @@ impl Target {
         Some(logits.to_kind(self.dtype()))
     }
 
-    /// As [`Self::few_logits`], the largest logit's token for each row `[T]`.
+    /// [`Self::few_logits`] reduced to the argmax token of each row `[T]`.
     pub(super) fn few_most_likely(&self, x_th: &Tensor, is_normed: bool) -> Option<Tensor> {
         let few = self.few_for(x_th)?;
         let (x_th, mut best) = (float_rows(x_th), vec![0; x_th.size()[0] as usize]);

@@ -1,9 +1,8 @@
-//! Weights that are held packed alone, as the passes for few rows read them.
+//! Weights held only in the packed format of the few-row passes.
 //!
-//! They come from the file some rows at a time, and nothing else of them is kept. Many rows, those of a
-//! prompt, are multiplied by the same memory. Where libtorch is faster at that (bfloat16 without AMX), it
-//! gets the weight unpacked, a part at a time that stays in the processor's cache until it has been
-//! multiplied.
+//! They are packed while the file is read, a few rows at a time. Prompts with many rows multiply
+//! the same memory. Where libtorch is faster (bfloat16 without AMX), the weight is unpacked for it
+//! in parts that stay in the CPU cache until they have been multiplied.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -16,14 +15,14 @@ use tch::{Device, Kind, Tensor};
 use super::config::TargetConfig;
 use super::embedding::Embedding;
 
-/// Rows that the packed passes multiply faster than tiles of many rows do.
+/// Up to this many rows the few-row passes are faster than tiles of many rows.
 pub(super) const FEW: i64 = 32;
 
-/// Elements that are read from a file at a time: few against a model's, many against what a call costs.
+/// Elements read from a file at a time: small against a model, large enough to amortise a call.
 const PIECE: i64 = 2 << 20;
-/// Elements that are unpacked at a time, so that they are still in a cache when they are multiplied.
+/// Elements unpacked at a time, so that they are still cached when they are multiplied.
 const AT_ONCE: i64 = 1 << 20;
-/// Columns of a panel.
+/// Columns per panel.
 const GRAIN: i64 = 32;
 
 /// A packed weight [I, O] of a target that runs in `kind`.
@@ -33,18 +32,18 @@ pub(crate) struct PackedWeight {
     kind: Kind,
 }
 
-/// How a checkpoint's matrices become packed ones.
+/// How a checkpoint's matrices are packed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Packing {
-    /// What the products multiply.
+    /// Operand types of products.
     pub(crate) products: Products,
-    /// What the target runs in.
+    /// The type that the target runs in.
     pub(crate) kind: Kind,
 }
 
 impl Packing {
-    /// How the matrices of a target of `config` are packed as they are read, where its few rows go through
-    /// packed layers; `wanted` are the names of its tensors.
+    /// How matrices of a target of `config` are packed while they are read; `None` if its few rows
+    /// do not use packed layers. `wanted` selects its tensors.
     ///
     /// # Errors
     /// As [`Weights::read_into`].
@@ -58,7 +57,7 @@ impl Packing {
         if !is_taken || config.family.dense().is_none() {
             return Ok(None);
         }
-        // The embedding is multiplied where there is no other output projection.
+        // The embedding takes part in products only if it is tied.
         let is_multiplied = |name: &str| config.tie_word_embeddings || !name.ends_with(EMBEDDING);
         let products = match kind {
             Kind::BFloat16 => Products::Bfloat16,
@@ -72,8 +71,8 @@ impl Packing {
 }
 
 impl PackedWeight {
-    /// Reads the stored matrices of `rows`, by name and number of outputs, one after the other, each with
-    /// `input` columns.
+    /// Reads and concatenates the stored matrices `rows`, given by name and number of outputs, each
+    /// with `input` columns.
     ///
     /// # Errors
     /// As [`Weights::read_into`].
@@ -100,17 +99,16 @@ impl PackedWeight {
         Ok(Self { matrix: matrix.into(), kind })
     }
 
-    /// The matrix.
     pub(crate) fn into_matrix(self) -> Arc<Matrix> {
         self.matrix
     }
 
-    /// For the packed passes.
+    /// As a weight of the few-row passes.
     pub(crate) fn weight(&self) -> Weight<'_> {
         Weight::Packed(&self.matrix)
     }
 
-    /// All of it as libtorch multiplies it, [I, O].
+    /// The unpacked matrix [I, O] for libtorch.
     pub(crate) fn unpacked(&self) -> Tensor {
         self.matrix.unpacked(0..self.matrix.outputs(), self.kind)
     }
@@ -149,8 +147,8 @@ impl PackedWeight {
         })
     }
 
-    /// What `product` makes of `x_ti` and some columns unpacked, which begin at its second argument:
-    /// written to its third.
+    /// Calls `product` with `x_ti`, the index of the first column and the unpacked columns, and
+    /// collects the results.
     fn many(&self, x_ti: &Tensor, product: impl Fn(&Tensor, i64, &Tensor)) -> Tensor {
         let matrix = &self.matrix;
         let out_to = Tensor::empty([x_ti.size()[0], matrix.outputs()], (self.kind, Device::Cpu));
@@ -167,11 +165,11 @@ impl PackedWeight {
 }
 
 thread_local! {
-    /// What weights are unpacked into, kept for the next.
+    /// Buffer for unpacked weights, reused across calls.
     static ROOM: RefCell<Option<Tensor>> = const { RefCell::new(None) };
 }
 
-/// Lends so many elements of memory that earlier calls may have had.
+/// Lends `work` a buffer of `elements`, reused from earlier calls if it fits.
 fn with_room(elements: i64, kind: Kind, work: impl FnOnce(&Tensor)) {
     ROOM.with_borrow_mut(|room| {
         let fits = |room: &&Tensor| room.kind() == kind && room.numel() as i64 >= elements;

@@ -1,10 +1,11 @@
-//! A target over several processes: consecutive layers on each ([`Grid::pipeline`]), and within these
-//! the heads and the inner width divided ([`Grid::tensor`]).
+//! A target distributed over several processes: pipeline stages of consecutive layers
+//! ([`Grid::pipeline`]), and within a stage tensor parallelism over heads and inner width
+//! ([`Grid::tensor`]).
 //!
-//! Here is what one of them computes ([`Part`]) and which has what ([`Grid`]). How they reach each other
-//! is not the model's business: products of parallel layers are summed through a [`Sum`], and what goes
-//! from stage to stage is a [`Passing`]. Embeddings stay whole, on the processes of the first stage
-//! alone. Shapes: `t` tokens, `h` hidden.
+//! This module has the computation of one process ([`Part`]) and the assignment ([`Grid`]).
+//! Communication is left to the caller: partial products are summed through a [`Sum`], and a
+//! [`Passing`] goes from stage to stage. Embeddings are not sharded and exist only in the first
+//! stage. Shapes: `t` tokens, `h` hidden.
 
 mod grid;
 mod part;

@@ -1,9 +1,9 @@
-//! Where a target's weights come from: a checkpoint, or a seed.
+//! Sources of a target's weights: a checkpoint, or a seed.
 //!
-//! Projections that read the same input are fused into one matrix, so that a layer is four matrix
-//! products instead of seven. Matrices are kept as [input, output], transposed from the files:
-//! on CPU the few-row products of decoding run up to twice as fast that way. Shapes: `i` input,
-//! `o` output of a projection, `t` tokens.
+//! Projections of the same input are fused, so a layer has four matrix products instead of seven.
+//! Matrices are stored as [input, output], transposed from the files: on a CPU this makes few-row
+//! decoding products up to twice as fast. Shapes: `i` input, `o` output of a projection, `t`
+//! tokens.
 
 use std::ops::Range;
 
@@ -23,21 +23,20 @@ use super::parallel::Shard;
 pub(crate) struct Init<'a> {
     /// The checkpoint, or `None` for fresh trainable float32 weights.
     pub(crate) weights: Option<&'a Weights>,
-    /// Kind and device of the parameters.
+    /// Type and device of the parameters.
     pub(crate) options: (Kind, Device),
-    /// What the checkpoint's names begin with, with its last dot.
+    /// Prefix of tensor names in the checkpoint, with its trailing dot.
     pub(crate) prefix: &'a str,
-    /// What this rank has of layers that are divided.
+    /// This rank's shard of parallel layers.
     pub(crate) shard: Shard,
-    /// How the matrices that the packed passes take are packed as they are read; `None` where they are
-    /// kept as libtorch multiplies them.
+    /// How matrices are packed while they are read; `None` to keep them in libtorch's layout.
     pub(crate) packing: Option<Packing>,
 }
 
-/// How a projection is divided among the ranks of a tensor-parallel target.
+/// How the ranks of a tensor-parallel target split a projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Split {
-    /// Every rank has all of it.
+    /// Replicated on every rank.
     Whole,
     /// A rank has some of the outputs of each part.
     Outputs,
@@ -45,17 +44,17 @@ pub(crate) enum Split {
     Inputs,
 }
 
-/// Outputs of a projection, and how ranks divide them where they do.
+/// Outputs of a projection, and how they are split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outputs {
-    /// Each rank has as many of so many.
+    /// The same share of the outputs for every rank.
     Even(i64),
-    /// Heads of keys or values, each of so many. Ranks that are more than the heads have one each.
+    /// Key or value heads of size `dim`. With more ranks than heads, each rank has one head.
     KeyHeads { heads: i64, dim: i64 },
 }
 
 impl Outputs {
-    /// How many there are.
+    /// Total number of outputs.
     pub(crate) fn whole(self) -> i64 {
         match self {
             Self::Even(whole) => whole,
@@ -63,7 +62,7 @@ impl Outputs {
         }
     }
 
-    /// Those of a rank.
+    /// A rank's outputs.
     pub(crate) fn own(self, shard: &Shard) -> Range<i64> {
         match self {
             Self::Even(whole) => shard.own(whole),
@@ -78,9 +77,9 @@ impl Outputs {
 /// One or several projections of the same input, fused.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    /// Name of the fused projection, with its module's path.
+    /// Name of the fused projection, including the module path.
     name: String,
-    /// What is fused, in order.
+    /// The fused projections, in order.
     parts: Vec<Part>,
     weight: Held,
     bias_o: Option<Tensor>,
@@ -88,10 +87,10 @@ pub(crate) struct Linear {
     shard: Shard,
 }
 
-/// Its weight [I, O].
+/// The weight [I, O].
 #[derive(Debug)]
 enum Held {
-    /// As libtorch multiplies it.
+    /// In libtorch's layout.
     Plain(Tensor),
     Packed(PackedWeight),
 }
@@ -99,28 +98,28 @@ enum Held {
 /// A part of a fused projection.
 #[derive(Debug)]
 struct Part {
-    /// The checkpoint's name, without `.weight`.
+    /// Tensor name, without `.weight`.
     name: String,
-    /// Outputs, and which of them are this rank's.
+    /// Number of outputs, and this rank's range.
     whole: i64,
     own: Range<i64>,
 }
 
-/// What [`Init::linear`] makes.
+/// Arguments of [`Init::linear`].
 #[derive(Debug)]
 pub(crate) struct LinearSpec<'a> {
-    /// Path of the module; empty at the top.
+    /// Module path; empty at the top level.
     pub(crate) module: &'a str,
     /// Our name for the fused projection.
     pub(crate) name: &'a str,
-    /// The checkpoint's projections with their outputs, in order. Under one name follow those that
-    /// it stores as one, of each of which a rank has its share.
+    /// The checkpoint's projections with their outputs, in order. Consecutive entries with the same
+    /// name are stored as one tensor, of each of which a rank has its share.
     pub(crate) parts: &'a [(&'a str, Outputs)],
     /// Input size.
     pub(crate) input: i64,
     /// Whether the projections have biases.
     pub(crate) bias: bool,
-    /// How ranks divide them.
+    /// How ranks split them.
     pub(crate) split: Split,
 }
 
@@ -146,12 +145,12 @@ impl LinearSpec<'_> {
 }
 
 impl Part {
-    /// Outputs that are this rank's.
+    /// Number of this rank's outputs.
     fn size(&self) -> i64 {
         self.own.end - self.own.start
     }
 
-    /// This rank's rows of the stored tensor that `parts` are.
+    /// This rank's rows of the stored tensor that consists of `parts`.
     fn rows(parts: &[Self]) -> Rows {
         let mut rows = Rows { whole: 0, own: Vec::new() };
         for Self { whole, own, .. } in parts {
@@ -163,17 +162,17 @@ impl Part {
 }
 
 impl Init<'_> {
-    /// The checkpoint's name of what the models of Hugging Face call `name` within the text model.
+    /// The tensor name for `name`, its Hugging Face path within the text model.
     pub(crate) fn path(&self, name: &str) -> String {
         format!("{}{name}", self.prefix)
     }
 
-    /// How many of so many heads, or of anything else that ranks divide, are this rank's.
+    /// This rank's share of `whole` heads or other units.
     pub(crate) fn share(&self, whole: i64) -> i64 {
         self.shard.share(whole)
     }
 
-    /// A fused projection.
+    /// Creates a fused projection.
     pub(crate) fn linear(&self, spec: &LinearSpec) -> Result<Linear> {
         let parts = spec.parts(&self.shard);
         let output = parts_size(&parts);
@@ -190,7 +189,7 @@ impl Init<'_> {
         Ok(linear)
     }
 
-    /// A fused projection that the packed passes take, packed as `layout` where that is wanted.
+    /// Creates a fused projection that is packed as `layout` if packing is enabled.
     pub(crate) fn packable(&self, spec: &LinearSpec, layout: Layout) -> Result<Linear> {
         let (Some(weights), Some(packing)) = (self.weights, self.packing) else {
             return self.linear(spec);
@@ -204,7 +203,7 @@ impl Init<'_> {
         Ok(linear)
     }
 
-    /// A fused projection with room for its biases.
+    /// A fused projection with allocated biases, not yet read.
     fn unread(&self, spec: &LinearSpec, parts: Vec<Part>, weight: Held) -> Linear {
         let bias_o = spec.bias.then(|| self.room(&[parts_size(&parts)]));
         let is_fresh = self.weights.is_none();
@@ -218,7 +217,7 @@ impl Init<'_> {
         }
     }
 
-    /// The weight of a norm.
+    /// Weight of a norm.
     pub(crate) fn norm(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
             Some(weights) => weights.read(name, &[size], self.options),
@@ -226,8 +225,7 @@ impl Init<'_> {
         }
     }
 
-    /// The weight of a norm that multiplies by one plus it, in float32: the sum would be rounded more
-    /// coarsely than either.
+    /// Weight of a norm that multiplies by 1 + w, in float32 since rounding would lose precision.
     pub(crate) fn norm_plus_one(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
             Some(weights) => Ok(weights.read(name, &[size], (Kind::Float, self.options.1))? + 1.0),
@@ -235,7 +233,7 @@ impl Init<'_> {
         }
     }
 
-    /// An RMS norm by the target's own rule.
+    /// An RMS norm with the target's weight convention.
     pub(crate) fn rms_norm(&self, name: &str, size: i64, config: &TargetConfig) -> Result<RmsNorm> {
         let weight = match config.outer.norm_plus_one {
             true => self.norm_plus_one(name, size)?,
@@ -244,7 +242,7 @@ impl Init<'_> {
         Ok(RmsNorm { weight, eps: config.rms_norm_eps, kernels: Kernels::Fast })
     }
 
-    /// A matrix in the checkpoint's own layout.
+    /// A matrix in the checkpoint's layout.
     pub(crate) fn matrix(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
         match self.weights {
             Some(weights) => weights.read(name, shape, self.options),
@@ -252,7 +250,7 @@ impl Init<'_> {
         }
     }
 
-    /// A tensor in float32 whatever the model runs in, as the checkpoint lays it out.
+    /// A float32 tensor in the checkpoint's layout, whatever type the model runs in.
     pub(crate) fn float32(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
         let options = (Kind::Float, self.options.1);
         match self.weights {
@@ -261,7 +259,7 @@ impl Init<'_> {
         }
     }
 
-    /// Zeros, or what the checkpoint is about to be read into.
+    /// Zeros, or uninitialised memory to read the checkpoint into.
     fn room(&self, shape: &[i64]) -> Tensor {
         match self.weights {
             Some(_) => Tensor::empty(shape, self.options),
@@ -295,7 +293,7 @@ impl Linear {
         }
     }
 
-    /// `residual_to + x_ti W + b` [T, O] in one product.
+    /// `residual_to + x_ti W + b` [T, O] in one operation.
     pub(crate) fn add_to(&self, residual_to: &Tensor, x_ti: &Tensor) -> Tensor {
         if self.is_summed() {
             return residual_to + self.apply(x_ti);
@@ -310,8 +308,8 @@ impl Linear {
         }
     }
 
-    /// The same in the memory of `residual_to`, which the caller has for itself: without the copy of it that a
-    /// sum of its own begins with. Where gradients are recorded, that memory is still needed.
+    /// [`Self::add_to`] in place of `residual_to`, which the caller owns: saves a copy. Not in
+    /// place when gradients are recorded, which need that memory.
     pub(crate) fn add_onto(&self, mut residual_to: Tensor, x_ti: &Tensor) -> Tensor {
         match &self.weight {
             Held::Plain(weight_io)
@@ -325,7 +323,7 @@ impl Linear {
         }
     }
 
-    /// Whether other ranks have the products with the rest of the inputs.
+    /// Whether the result must be summed over ranks that have the other inputs.
     fn is_summed(&self) -> bool {
         self.split == Split::Inputs && self.shard.is_parallel()
     }
@@ -339,7 +337,7 @@ impl Linear {
         Projection { weight, bias_o: self.bias_o.as_ref() }
     }
 
-    /// The weight [I, O]; a copy where it is packed.
+    /// The weight [I, O]; a copy if it is packed.
     pub(crate) fn weight_io(&self) -> Tensor {
         match &self.weight {
             Held::Plain(weight_io) => weight_io.shallow_clone(),
@@ -347,17 +345,17 @@ impl Linear {
         }
     }
 
-    /// Whether its weight is held packed alone.
+    /// Whether its weight is only held packed.
     pub(crate) fn is_packed(&self) -> bool {
         matches!(self.weight, Held::Packed(_))
     }
 
-    /// Holds the weight as libtorch multiplies it from now on.
+    /// Converts the weight to libtorch's layout.
     pub(crate) fn unpack(&mut self) {
         self.weight = Held::Plain(self.weight_io());
     }
 
-    /// The weight's columns [I, o] of the outputs `ids_o`, in one piece.
+    /// Contiguous weight columns [I, o] of the outputs `ids_o`.
     pub(crate) fn columns(&self, ids_o: &Tensor) -> Tensor {
         match &self.weight {
             Held::Plain(weight_io) => weight_io.index_select(1, ids_o),
@@ -365,7 +363,7 @@ impl Linear {
         }
     }
 
-    /// The fused parameters as they are trained.
+    /// The fused trainable parameters.
     pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
         let named = |suffix: &str, tensor: &Tensor| {
             (format!("{}.{suffix}", self.name), tensor.shallow_clone())
@@ -386,7 +384,7 @@ impl Linear {
         tensors
     }
 
-    /// By stored tensor: the parts that it is, and this rank's weight [O, I] and bias of them, as views.
+    /// Per stored tensor: its parts, and views of this rank's weight [O, I] and bias.
     fn stored(&self) -> Vec<(&[Part], Tensor, Option<Tensor>)> {
         let weight_io = self.weight_io();
         let view = |(parts, start, size)| {
@@ -397,7 +395,7 @@ impl Linear {
         self.stored_parts().map(view).collect()
     }
 
-    /// By stored tensor: the parts that it is, the first of their outputs, and how many they are.
+    /// Per stored tensor: its parts, their first output, and their number of outputs.
     fn stored_parts(&self) -> impl Iterator<Item = (&[Part], i64, i64)> {
         let mut start = 0;
         self.parts.chunk_by(|one, next| one.name == next.name).map(move |parts| {
@@ -433,7 +431,7 @@ impl Linear {
     }
 }
 
-/// Outputs of so many parts that are this rank's.
+/// Total number of this rank's outputs.
 fn parts_size(parts: &[Part]) -> i64 {
     parts.iter().map(Part::size).sum()
 }
@@ -529,7 +527,7 @@ mod tests {
         let names: Vec<_> =
             of_rank(Shard::WHOLE).checkpoint().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, stored.map(|(name, _)| name));
-        // A part alone would fit into the stored tensor, but not all that the parts say.
+        // Each part alone would fit in the stored tensor, but not all together.
         let init = Init {
             weights: Some(&weights),
             options: OPTIONS,
@@ -547,7 +545,7 @@ mod tests {
         assert!(narrow.contains("m.ab.weight has shape [6, 4], expected [6, 2]"), "{narrow}");
     }
 
-    /// Of two heads for four ranks each rank has the one that its queries read.
+    /// With two heads and four ranks, each rank has the head that its queries read.
     #[test]
     fn ranks_that_are_more_than_the_key_heads_have_one_each() {
         let check = |outputs: Outputs, of: usize, expected: &[Range<i64>]| {

@@ -1,7 +1,7 @@
-//! The hidden states of whole documents, by a target of which only the layers for that are loaded.
+//! Hidden states of whole documents, from a target of which only the needed layers are loaded.
 //!
-//! The hidden-state server and a trainer that holds the target itself both run this, so that what
-//! they come to is the same, bit for bit. Shapes: `t` tokens, `h` hidden, `v` vocabulary.
+//! Both the hidden-state server and a colocating trainer use this, so their results are bitwise
+//! equal. Shapes: `t` tokens, `h` hidden, `v` vocabulary.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,18 +20,18 @@ use super::parallel::Shard;
 use super::parameters::Init;
 use super::target::{Body, Stack, is_of_part};
 
-/// Where oneDNN makes code for every number of tokens, batches are filled up to a multiple of this with
-/// a prompt that nobody asked for. So there are a few dozen shapes instead of one for each batch.
+/// Where oneDNN compiles code for every token count, batches are padded to a multiple of this with
+/// an extra prompt. This leaves a few dozen shapes instead of one per batch.
 const GRAIN: usize = 32;
-/// On a CPU batches have at least so many tokens, filled up in the same way, and at least
-/// [`LEAST_OF_A_THREAD`] for each thread. MKL and oneDNN multiply few rows by other kernels, which sum
-/// in another order: without this a prompt's last bits would follow from who else asks at the moment.
-/// With one thread and two, of targets 256 and 1,024 wide, that was so up to 3 and 9 tokens in
-/// float32, up to 64 with bfloat16 products, and never in bfloat16.
+/// Minimum batch size on a CPU; smaller batches are padded likewise, and to at least
+/// [`LEAST_OF_A_THREAD`] tokens per thread. MKL and oneDNN use different kernels with another
+/// summation order for few rows, so without this a prompt's last bits would depend on concurrent
+/// requests. With one and two threads and targets 256 and 1,024 wide, this happened up to 3 and 9
+/// tokens in float32, up to 64 with bfloat16 products, and never in bfloat16.
 const LEAST: usize = 256;
 const LEAST_OF_A_THREAD: usize = 32;
 
-/// Prompts one after the other, without padding.
+/// Concatenated prompts, without padding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PackedPrompts {
     /// All tokens.
@@ -40,16 +40,16 @@ pub struct PackedPrompts {
     pub document_starts: Vec<i64>,
 }
 
-/// How a target is loaded for its hidden states.
+/// Options for loading a target for its hidden states.
 #[derive(Debug)]
 pub struct PrefillOptions<'a> {
-    /// Device, and kind of weights and activations.
+    /// Device, and type of weights and activations.
     pub place: (Device, Kind),
-    /// The type that the user asks for, of which that kind is one reading.
+    /// The type as requested by the user; `place` has its resolution.
     pub asked: Dtype,
-    /// The highest layer id that is wanted; what comes after it is not loaded. `None` for the last.
+    /// The highest layer id needed; later layers are not loaded. `None` for the last.
     pub highest: Option<u32>,
-    /// The embedding [V, H], if it is there already on this device and in this kind.
+    /// The embedding [V, H], if already loaded on this device and in this type.
     pub embedding_vh: Option<&'a Tensor>,
 }
 
@@ -59,16 +59,16 @@ pub struct Prefill {
     config: TargetConfig,
     embedding: Embedding,
     body: Body,
-    /// Whether float32 matrices are multiplied in bf16.
+    /// Whether float32 matrix products use bf16.
     in_bf16: bool,
 }
 
-/// How many tokens to run at once: fewer once memory has run out, and slowly more again.
+/// How many tokens to run at once: reduced after running out of memory, then slowly increased.
 #[derive(Debug, Clone)]
 pub struct TokenBudget {
     tokens: usize,
     most: usize,
-    /// Tokens of the largest batch that ever ran.
+    /// Largest batch that has succeeded, in tokens.
     ran: usize,
 }
 
@@ -83,8 +83,7 @@ impl PackedPrompts {
         packed
     }
 
-    /// The same with one more behind them where their tokens are fewer than `least` or not a multiple
-    /// of `grain`.
+    /// Appends a filler prompt if there are fewer tokens than `least` or not a multiple of `grain`.
     fn filled_up(&self, least: usize, grain: usize) -> Self {
         let mut filled = self.clone();
         let tokens = filled.input_ids.len().max(least).next_multiple_of(grain);
@@ -97,7 +96,7 @@ impl PackedPrompts {
 }
 
 impl Prefill {
-    /// Loads the embedding, unless it is given, and the layers that are wanted.
+    /// Loads the needed layers, and the embedding unless given.
     ///
     /// # Errors
     /// As [`super::Target::load`].
@@ -136,7 +135,7 @@ impl Prefill {
         self.embedding.device()
     }
 
-    /// Where it runs and in what, for people.
+    /// Device and type, for display.
     pub fn place(&self) -> String {
         let device = match self.device() {
             Device::Cpu => format!("the CPU ({} threads)", tch::get_num_threads()),
@@ -146,22 +145,22 @@ impl Prefill {
         format!("{device} in {}{products}", kind_name(self.embedding.kind()))
     }
 
-    /// The states of all tokens of `prompts`, [T, H] for each of `layer_ids` in their order, on the
-    /// target's device and in its kind. Each prompt sees itself only. Layers beyond the highest id
-    /// are not run.
+    /// Hidden states of all tokens of `prompts`: one [T, H] for each of `layer_ids`, in order, on
+    /// the target's device and in its type. Each prompt attends only to itself. Layers beyond the
+    /// highest id are not run.
     ///
     /// # Errors
-    /// libtorch does not take the target's kind of products.
+    /// libtorch does not support the required product precision.
     ///
     /// # Panics
-    /// When an id is beyond the loaded layers; for lack of memory.
+    /// If an id is beyond the loaded layers, or out of memory.
     pub fn states(&self, prompts: &PackedPrompts, layer_ids: &[u32]) -> Result<Vec<Tensor>> {
         let states = self.states_unless(&AtomicBool::new(false), prompts, layer_ids)?;
         Ok(states.expect("nobody stops it"))
     }
 
-    /// As [`Self::states`], but `None` where `stop` is set before the end, which is looked at before each
-    /// layer: long prompts take long on a CPU.
+    /// [`Self::states`] that returns `None` if `stop` is set before the end. It is checked before
+    /// each layer, since long prompts take long on a CPU.
     ///
     /// # Errors
     /// As [`Self::states`].
@@ -180,7 +179,7 @@ impl Prefill {
         let states = no_grad(|| {
             let ids_t = Tensor::from_slice(&input_ids).to_device(self.device());
             let run = || stack.packed_states(&ids_t, &document_starts, layer_ids);
-            // Whatever else this process multiplies, and how.
+            // Products of this process may be set to another precision.
             if self.device() == Device::Cpu { with_products(self.in_bf16, run) } else { Ok(run()) }
         })
         .map_err(Error::Products)?;
@@ -192,7 +191,7 @@ impl Prefill {
     }
 }
 
-/// `prompts` as they are computed on `device`.
+/// `prompts`, padded as `device` requires.
 pub(super) fn fill_up(prompts: &PackedPrompts, device: Device, in_bf16: bool) -> PackedPrompts {
     if device != Device::Cpu {
         return prompts.clone();
@@ -200,52 +199,52 @@ pub(super) fn fill_up(prompts: &PackedPrompts, device: Device, in_bf16: bool) ->
     prompts.filled_up(least(), if in_bf16 { GRAIN } else { 1 })
 }
 
-/// Tokens of a batch on a CPU at least.
+/// Minimum tokens per batch on a CPU.
 pub(super) fn least() -> usize {
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
     LEAST.max(threads * LEAST_OF_A_THREAD)
 }
 
 impl TokenBudget {
-    /// At most this many.
+    /// A budget of at most `most` tokens.
     pub fn new(most: usize) -> Self {
         Self { tokens: most, most, ran: 0 }
     }
 
-    /// As many as a batch should have at present.
+    /// The current batch size.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// A batch of so many has run.
+    /// Records that a batch of `tokens` succeeded.
     pub fn fitted(&mut self, tokens: usize) {
         self.tokens = (self.tokens + self.tokens / 64 + 1).min(self.most);
         self.ran = self.ran.max(tokens);
     }
 
-    /// A batch of so many has found no memory. Whether as many have run before: then they are not too
-    /// many, and there may be more memory later.
+    /// Records that a batch of `tokens` ran out of memory. Returns whether a batch of that size has
+    /// succeeded before, so that retrying later may work.
     pub fn failed(&mut self, tokens: usize) -> bool {
         self.tokens = self.tokens.min(tokens / 2).max(1);
         tokens <= self.ran
     }
 }
 
-/// Whether float32 matrices are multiplied in bf16.
+/// Whether float32 matrix products use bf16.
 ///
-/// The rows travel as bf16, and servers run targets in their checkpoint's type. If the CPU
-/// multiplies bf16 in hardware, only the products do so there: that is several times faster than
-/// float32, and the rest stays in float32, for which there are kernels. Elsewhere bf16 is emulated.
+/// Hidden states are transmitted as bf16, and servers run targets in their checkpoint's type. If
+/// the CPU multiplies bf16 in hardware, only the products use it: several times faster than
+/// float32, while everything else stays in float32, which has kernels. Elsewhere bf16 is emulated.
 pub(super) fn multiplies_in_bf16(device: Device, asked: Dtype, dir: &Path) -> bool {
     let by_checkpoint = asked == Dtype::Auto && device == Device::Cpu;
     by_checkpoint && cpu_multiplies_bf16() && checkpoint_is_bf16(dir)
 }
 
-/// What config.json says. A file that cannot be read is reported by the loader, not here.
+/// The type in config.json. Unreadable files are reported by the loader, not here.
 fn checkpoint_is_bf16(dir: &Path) -> bool {
     let text = std::fs::read_to_string(dir.join("config.json")).unwrap_or_default();
     let config: Value = serde_json::from_str(&text).unwrap_or_default();
-    // Older checkpoints have the old key.
+    // The key of older checkpoints.
     let dtype = config.get("dtype").or_else(|| config.get("torch_dtype"));
     dtype.and_then(Value::as_str) == Some("bfloat16")
 }

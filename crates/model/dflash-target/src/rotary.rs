@@ -1,21 +1,21 @@
-//! Rotary embedding of whole heads, in three operations.
+//! Rotary embedding in three operations.
 //!
-//! The decoding path counts kernels, not flops: the rotate-half form is written as one product,
+//! Decoding is bound by the number of kernels, not by flops: the rotate-half form is one product,
 //! one roll by half a head, and one fused multiply-add with a sine whose first half is negated.
 
 use dflash_tensor::ops::{Pairs, Rotary, RotaryTables};
 use tch::{Kind, Tensor};
 
-/// Cosines and signed sines [T, 1, D] of T positions, and the half tables they are made of.
+/// Cosines and signed sines [T, 1, D] of T positions, and the half-width tables they come from.
 #[derive(Debug)]
 pub(crate) struct HeadTables {
-    /// [T, D/2], float32: what the compiled kernels take.
+    /// [T, D/2], float32, as the compiled kernels take them.
     pub(crate) half: RotaryTables,
     cos_t1d: Tensor,
     sin_t1d: Tensor,
     pairs: Pairs,
-    /// Where long sequences have other frequencies: the most tokens of a short one, and the tables of
-    /// the same positions in a long one.
+    /// With LongRoPE: the longest short sequence in tokens, and the tables of the same positions
+    /// for long sequences.
     long: Option<(i64, Box<Self>)>,
 }
 
@@ -48,8 +48,9 @@ impl HeadTables {
         Self { half, cos_t1d, sin_t1d, pairs, long: None }
     }
 
-    /// Rows `start .. start + length`, as a sequence's tokens come to them. A sequence that is long
-    /// from its first pass on is long from its first token on; one that grows is from there on.
+    /// Rows `start .. start + length`, as a sequence's tokens arrive. A sequence whose first pass
+    /// is long uses the long frequencies from its first token on; one that grows long uses them
+    /// from there on.
     pub(crate) fn narrow(&self, start: i64, length: i64) -> Self {
         let take = |table: &Tensor| table.narrow(0, start, length);
         match &self.long {
@@ -63,7 +64,8 @@ impl HeadTables {
         self.map(|table| table.index_select(0, positions))
     }
 
-    /// The same where some rows are sequences' first passes: `(first row, tokens)` of each.
+    /// Selects long or short frequencies for rows that are first passes: `(first row, tokens)` of
+    /// each.
     pub(crate) fn with_first_passes(self, passes: impl Iterator<Item = (i64, i64)>) -> Self {
         let Some((beyond, long)) = &self.long else { return self };
         let rows: Vec<i64> = passes
@@ -97,14 +99,15 @@ impl HeadTables {
         }
     }
 
-    /// The half tables, where they turn the whole of heads of `dim`, halves together, as our kernels for GPUs do.
+    /// The half-width tables, if heads of size `dim` rotate whole, in halves, as our GPU kernels
+    /// need.
     pub(crate) fn of_whole_heads(&self, dim: i64) -> Option<&RotaryTables> {
         let is_whole = self.pairs == Pairs::Halves && self.cos_t1d.size()[2] == dim;
         is_whole.then_some(&self.half)
     }
 
-    /// Rotates `x_tnd` [T, heads, D] by the tables' positions: of wider heads the first elements, as
-    /// many as the tables have.
+    /// Rotates `x_tnd` [T, heads, D] by the tables' positions; if heads are wider than the tables,
+    /// only the leading elements.
     pub(crate) fn rotate(&self, x_tnd: &Tensor) -> Tensor {
         let (rotated, width) = (self.cos_t1d.size()[2], x_tnd.size()[2]);
         if rotated < width {
@@ -163,13 +166,13 @@ mod tests {
         let whole = HeadTables::new(&rotary, &positions, Kind::Float);
         let at = |tables: &HeadTables, row: i64| tables.half.cos_td.get(row);
         let (short, long) = (rotary.tables(&positions), rotary.long_tables(&positions).unwrap());
-        // Sixty tokens, and then twenty more.
+        // Sixty tokens, then twenty more.
         assert_eq!(at(&whole.narrow(0, 60), 59), short.cos_td.get(59));
         assert_eq!(at(&whole.narrow(60, 20), 3), short.cos_td.get(63));
         assert_eq!(at(&whole.narrow(60, 20), 4), long.cos_td.get(64));
         // Sixty-five at once.
         assert_eq!(at(&whole.narrow(0, 65), 9), long.cos_td.get(9));
-        // Documents of 64 and 66 tokens, side by side.
+        // Documents of 64 and 66 tokens, concatenated.
         let both = Tensor::cat(&[positions.narrow(0, 0, 64), positions.narrow(0, 0, 66)], 0);
         let mixed = whole.select(&both).with_first_passes([(0, 64), (64, 66)].into_iter());
         assert_eq!(at(&mixed, 63), short.cos_td.get(63));

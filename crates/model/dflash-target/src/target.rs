@@ -1,10 +1,9 @@
 //! The target model: the verifier whose hidden states condition the draft.
 //!
 //! Three ways to run it share one stack of layers: [`Target::forward_packed`] over whole documents
-//! (training, the hidden-state server), [`Target::forward_cached`] over one growing sequence,
-//! and [`Target::forward_sequences`] over several (decoding). Hidden states are named by
-//! our layer ids: 0 = embedding output, k = after k layers, n = before the final norm. Shapes: `t`
-//! tokens, `h` hidden, `v` vocabulary.
+//! (training, the hidden-state server), [`Target::forward_cached`] over one growing sequence, and
+//! [`Target::forward_sequences`] over several (decoding). Layer ids: 0 = embedding output, k =
+//! after k layers, n = before the final norm. Shapes: `t` tokens, `h` hidden, `v` vocabulary.
 
 use std::cell::OnceCell;
 use std::ops::Range;
@@ -31,12 +30,12 @@ use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::rotary::HeadTables;
 use crate::{KvCache, PackedDecoder, TargetConfig};
 
-/// Where and in what precision a target runs.
+/// Device and precision of a target.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetOptions {
     /// The device.
     pub device: Device,
-    /// Kind of weights and activations, whatever the checkpoint stores.
+    /// Type of weights and activations, regardless of the checkpoint.
     pub dtype: Kind,
 }
 
@@ -49,40 +48,40 @@ pub struct Target {
     pub(crate) norm: RmsNorm,
     pub(crate) lm_head: LmHead,
     pub(crate) kernels: Kernels,
-    /// What few rows go through on a CPU; `None` inside where they do not.
+    /// Packed weights for few rows on a CPU; inner `None` if not supported.
     pub(crate) packed_decoder: OnceCell<Option<PackedDecoder>>,
 }
 
 /// The output projection.
 #[derive(Debug)]
 pub(crate) enum LmHead {
-    /// The embedding, with a transposed copy where that is worth its memory.
+    /// The embedding, with a transposed copy if it is small enough.
     Tied { transposed_hv: Option<Tensor> },
-    /// A matrix of its own.
+    /// A separate matrix.
     Own(Linear),
 }
 
-/// What a cached forward pass returns: of the target's kind, or float32 where it comes from few packed
-/// rows.
+/// Result of a cached forward pass, in the target's type, or float32 if it comes from the packed
+/// path.
 #[derive(Debug)]
 pub struct CachedOutput {
     /// Residual stream of the new tokens before the final norm [T, H].
     pub hidden_td: Tensor,
-    /// The auxiliary hidden states, one [T, H] for each id asked for, in the order asked.
+    /// Auxiliary hidden states, one [T, H] per requested id, in order.
     pub aux_states: Vec<Tensor>,
 }
 
-/// A tied lm_head up to this many elements is also kept transposed: few-row products with it take
-/// half the time, for at most 256 MiB.
+/// Tied lm_heads up to this size are also kept transposed: halves the time of few-row products for
+/// at most 256 MiB.
 const TRANSPOSED_HEAD_ELEMENTS: usize = 64 << 20;
 
 impl Target {
-    /// Loads a Hugging Face directory to decode with it. Where few rows go through packed layers, the
-    /// weights are packed as they are read, and held in no other way.
+    /// Loads a Hugging Face directory for decoding. If few rows can use packed layers, weights are
+    /// packed while they are read and held in no other form.
     ///
     /// # Errors
-    /// No config.json, an unsupported architecture, a missing or damaged shard, a tensor that is
-    /// missing or of another shape than config.json says: each named.
+    /// No config.json, an unsupported architecture, a missing or damaged shard, a missing tensor or
+    /// one whose shape differs from config.json (each named).
     pub fn load(dir: &Path, options: &TargetOptions) -> Result<Self> {
         let config = TargetConfig::load(dir)?;
         let weights = Weights::open(dir)?;
@@ -103,7 +102,8 @@ impl Target {
         })
     }
 
-    /// A fresh trainable target: float32 weights that require gradients, drawn from `seed`.
+    /// A randomly initialised trainable target: float32 weights that require gradients, drawn from
+    /// `seed`.
     pub fn random(config: TargetConfig, seed: i64, device: Device) -> Self {
         tch::manual_seed(seed);
         let (options, prefix) = ((Kind::Float, device), DEFAULT_PREFIX);
@@ -137,7 +137,7 @@ impl Target {
         Ok(Self { config, embedding, body, norm, lm_head, kernels, packed_decoder })
     }
 
-    /// The embedding: of a packed target the output projection, where they are tied.
+    /// The embedding; for a packed target with tied weights, the output projection.
     fn embedding(config: &TargetConfig, init: &Init) -> Result<Embedding> {
         let (name, rows) = (init.path(EMBEDDING), config.vocab_size);
         let shape = [rows, config.hidden_size];
@@ -156,7 +156,7 @@ impl Target {
         }
     }
 
-    /// The same target, computed by `kernels`: others than the fast ones do not read packed weights.
+    /// Selects the kernels. Only the fast ones read packed weights; others get unpacked ones.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
         if kernels != Kernels::Fast {
@@ -174,7 +174,7 @@ impl Target {
 
     fn transpose_tied_head(&mut self) {
         let embedding = &self.embedding;
-        // A packed one is multiplied as it is.
+        // A packed embedding is multiplied directly.
         let copied = embedding.matrix().is_none() && embedding.numel() <= TRANSPOSED_HEAD_ELEMENTS;
         if let LmHead::Tied { transposed_hv } = &mut self.lm_head {
             *transposed_hv = copied.then(|| embedding.whole().tr().contiguous());
@@ -186,7 +186,7 @@ impl Target {
         &self.config
     }
 
-    /// Decoder layers, and the layer id of the last hidden state.
+    /// Number of decoder layers; also the layer id of the last hidden state.
     pub fn num_layers(&self) -> usize {
         self.body.layers.len()
     }
@@ -196,7 +196,7 @@ impl Target {
         self.config.hidden_size
     }
 
-    /// Rows of the embedding.
+    /// Number of embedding rows.
     pub fn vocab_size(&self) -> i64 {
         self.config.vocab_size
     }
@@ -206,7 +206,7 @@ impl Target {
         self.embedding.device()
     }
 
-    /// Kind of its activations.
+    /// Type of the activations.
     pub fn dtype(&self) -> Kind {
         self.embedding.kind()
     }
@@ -216,12 +216,12 @@ impl Target {
         self.stack().embed(ids_t)
     }
 
-    /// The embedding's rows [T, H] of `ids_t` `[T]` as they are stored: what a draft takes.
+    /// Embedding rows [T, H] of `ids_t` `[T]` as stored, the draft's input.
     pub fn rows(&self, ids_t: &Tensor) -> Tensor {
         self.embedding.rows(ids_t)
     }
 
-    /// The final norm of `hidden_td` [T, H], of the target's kind.
+    /// Final norm of `hidden_td` [T, H], in the target's type.
     pub fn normed(&self, hidden_td: &Tensor) -> Tensor {
         self.norm.of(&hidden_td.to_kind(self.dtype()))
     }
@@ -232,20 +232,20 @@ impl Target {
         few.unwrap_or_else(|| self.lm_head(&self.normed(hidden_td)))
     }
 
-    /// The most likely token `[T]` (int64) after each row of `hidden_td` [T, H], the residual stream
-    /// before the final norm; of equally likely ones the first.
+    /// Argmax token `[T]` (int64) for each row of `hidden_td` [T, H], the residual stream before
+    /// the final norm; the first of equal logits wins.
     pub fn most_likely(&self, hidden_td: &Tensor) -> Tensor {
         let few = self.few_most_likely(hidden_td, false);
         few.unwrap_or_else(|| most_likely(&self.logits(hidden_td)))
     }
 
-    /// As [`Self::most_likely`], of states that are normed already.
+    /// [`Self::most_likely`] for states that are already normed.
     pub fn most_likely_of_normed(&self, normed_td: &Tensor) -> Tensor {
         let few = self.few_most_likely(normed_td, true);
         few.unwrap_or_else(|| most_likely(&self.lm_head(normed_td)))
     }
 
-    /// Logits [T, V] of states that are normed already: the target's or the draft's.
+    /// Logits [T, V] of already normed states, the target's or the draft's.
     pub fn lm_head(&self, normed_td: &Tensor) -> Tensor {
         if let Some(logits_tv) = self.few_logits(normed_td, true) {
             return logits_tv;
@@ -258,9 +258,9 @@ impl Target {
         self.config.outer.capped(logits_tv)
     }
 
-    /// The lm_head's columns [H, v] of `ids_v` `[v]` (int64, on the target's device): the output
-    /// projection of a draft that says only these tokens. A copy, since few-row products with a
-    /// matrix in one piece take half the time.
+    /// lm_head columns [H, v] of `ids_v` `[v]` (int64, on the target's device): the output
+    /// projection for a draft's pruned vocabulary. A copy, since contiguous memory halves the time
+    /// of few-row products.
     pub fn lm_head_columns(&self, ids_v: &Tensor) -> Tensor {
         match &self.lm_head {
             LmHead::Own(linear) => linear.columns(ids_v),
@@ -268,22 +268,22 @@ impl Target {
         }
     }
 
-    /// Logits [T, v] of the tokens `ids_v` alone, in float32 whatever the target runs in: nothing
-    /// is rounded further than the states `hidden_td` [T, H] are.
+    /// Logits [T, v] of the tokens `ids_v`, in float32 regardless of the target's type, so nothing
+    /// is rounded beyond the states `hidden_td` [T, H].
     pub fn logits_f32(&self, hidden_td: &Tensor, ids_v: &Tensor) -> Tensor {
         let f32 = |tensor: &Tensor| tensor.to_kind(Kind::Float);
         let normed_td = rms_norm(&f32(hidden_td), &f32(&self.norm.weight), self.norm.eps);
         self.config.outer.capped(normed_td.mm(&f32(&self.lm_head_columns(ids_v))))
     }
 
-    /// Hidden states of packed documents: one [T, H] for each id of `aux_layers`, in its order.
+    /// Hidden states of packed documents: one [T, H] for each id of `aux_layers`, in order.
     ///
-    /// `ids_t` `[T]`; `document_starts` holds the first token of each document and, last, T. A
-    /// document attends to itself only and counts its positions from 0. Layers beyond the highest
-    /// id are not run. Differentiable when the weights require gradients.
+    /// `ids_t` is `[T]`; `document_starts` holds the first token of each document and, last, T. A
+    /// document attends only to itself and counts its positions from 0. Layers beyond the highest
+    /// id are not run. Differentiable if the weights require gradients.
     ///
     /// # Panics
-    /// When an id exceeds the number of layers (see [`crate::check_layer_ids`]).
+    /// If an id exceeds the number of layers (see [`crate::check_layer_ids`]).
     pub fn forward_packed(
         &self,
         ids_t: &Tensor,
@@ -297,20 +297,20 @@ impl Target {
         Stack { embedding: &self.embedding, body: &self.body, stop: None }
     }
 
-    /// Whether layers carry a state from token to token, so that a cache can be cut back, and copied, at
-    /// few lengths only (see [`KvCache::earliest`]).
+    /// Whether layers carry a recurrent state, so that a cache can be truncated and copied only at
+    /// few lengths (see [`KvCache::earliest`]).
     pub fn carries_state(&self) -> bool {
         self.body.layers.iter().any(|layer| layer.memory() == Memory::State)
     }
 
-    /// Tokens of the longest prompt that may be read in pieces: one that is longer has rotary frequencies
-    /// of its own from its first token on, and is told by its first pass. `None` where there are no such.
+    /// Longest prompt, in tokens, that may be read in pieces; `None` for no limit. With LongRoPE a
+    /// longer prompt needs its length in the first pass to select frequencies.
     pub fn longest_in_pieces(&self) -> Option<usize> {
         let long = self.body.rotaries.iter().filter_map(|rotary| rotary.long.as_ref());
         long.map(|long| long.beyond as usize).min()
     }
 
-    /// An empty cache for a sequence of at most `max_tokens`.
+    /// An empty cache for at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
         let few = self.packed_decoder().map(PackedDecoder::stack);
         KvCache::new(&self.body, (self.dtype(), self.device()), few, max_tokens)
@@ -319,7 +319,7 @@ impl Target {
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
     ///
     /// # Panics
-    /// When the cache is too small, or an id of `aux_layers` exceeds the number of layers.
+    /// If the cache is too small, or an id of `aux_layers` exceeds the number of layers.
     pub fn forward_cached(
         &self,
         ids_t: &Tensor,
@@ -354,7 +354,7 @@ impl Target {
         self.stack().run(ids_t, pass, aux_layers, until)
     }
 
-    /// Every trainable tensor with its name; q/k/v and gate/up are fused, as they are computed.
+    /// Every trainable tensor with its name; q/k/v and gate/up are fused.
     pub fn parameters(&self) -> Vec<(String, Tensor)> {
         let mut parameters = self.outer_tensors();
         parameters.extend(self.body.layers.iter().flat_map(|layer| layer.parameters()));
@@ -364,8 +364,8 @@ impl Target {
         parameters
     }
 
-    /// Writes config.json and model.safetensors as Hugging Face names them, weights in `kind`
-    /// (float32 or bf16). Each file appears whole or not at all.
+    /// Writes config.json and model.safetensors in Hugging Face's format, weights in `kind`
+    /// (float32 or bf16). Each file is written atomically.
     ///
     /// # Errors
     /// I/O.
@@ -391,12 +391,12 @@ impl Target {
     }
 }
 
-/// What prompts go through up to the last layer.
+/// Embedding and layers.
 #[derive(Clone, Copy)]
 pub(crate) struct Stack<'a> {
     pub(crate) embedding: &'a Embedding,
     pub(crate) body: &'a Body,
-    /// Once it is set, nobody looks at what comes of a pass.
+    /// Cancels a pass: once set, its result is not used.
     pub(crate) stop: Option<&'a AtomicBool>,
 }
 
@@ -410,7 +410,7 @@ pub(crate) struct Body {
 }
 
 impl Body {
-    /// Those of `layers`, counted from 0.
+    /// Builds `layers`, counted from 0.
     pub(crate) fn build(config: &TargetConfig, layers: Range<usize>, init: &Init) -> Result<Self> {
         let architecture = config.family.architecture();
         let layer = |number| architecture.layer(config, number, init);
@@ -418,13 +418,13 @@ impl Body {
         Ok(Self {
             layers: layers.map(layer).collect::<Result<_>>()?,
             rotaries: architecture.rotaries(init.options.1),
-            // What follows from it comes to later layers from the first's rank.
+            // Later stages receive its result from the first stage.
             prepare: if first { architecture.prepare(config, init)? } else { None },
             embedding_scale: config.outer.embedding_scale,
         })
     }
 
-    /// Rotary tables of `positions` `[T]` for tensors of `kind`, one of each kind the layers have.
+    /// Rotary tables of `positions` `[T]` in `kind`, one per rotary embedding of the layers.
     pub(crate) fn tables(&self, positions: &Tensor, kind: Kind) -> Vec<HeadTables> {
         self.rotaries.iter().map(|rotary| HeadTables::new(rotary, positions, kind)).collect()
     }
@@ -469,7 +469,7 @@ impl Stack<'_> {
         pass.prepared = self.body.prepare.as_ref().map(|prepare| prepare.of(ids_t, &x_th));
         let mut states = vec![wanted(0).then(|| x_th.shallow_clone())];
         for layer in &self.body.layers[..until] {
-            // Whoever asked for the end does not look at what comes of it.
+            // A cancelled pass skips the layers; its result is not used.
             if !self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
                 x_th = layer.forward(&x_th, &mut pass);
             }
@@ -480,19 +480,19 @@ impl Stack<'_> {
     }
 }
 
-/// `tables` of whole documents' positions.
+/// `tables` for positions of whole documents.
 pub(crate) fn of_documents(tables: Vec<HeadTables>, document_starts: &[i64]) -> Vec<HeadTables> {
     let documents = || document_starts.windows(2).map(|bounds| (bounds[0], bounds[1] - bounds[0]));
     tables.into_iter().map(|tables| tables.with_first_passes(documents())).collect()
 }
 
-/// Whether tensor `name` is the text model's and belongs to one of `layers`, or to none.
+/// Whether tensor `name` is the text model's and belongs to one of `layers`, or to no layer.
 fn is_of_layers(name: &str, prefix: &str, layers: &Range<usize>) -> bool {
     let Some(name) = name.strip_prefix(prefix) else { return false };
     layer_of(name).is_none_or(|layer| layers.contains(&layer))
 }
 
-/// Whether tensor `name` is read for `layers` alone, and for the embedding where that `is_wanted`.
+/// Whether tensor `name` is needed for `layers`, or is the embedding and that `is_wanted`.
 pub(crate) fn is_of_part(
     name: &str,
     prefix: &str,
@@ -506,12 +506,12 @@ pub(crate) fn is_of_part(
     }
 }
 
-/// The layer to which a tensor of the text model belongs, from its name there.
+/// The layer of a text model tensor, from its name.
 fn layer_of(name: &str) -> Option<usize> {
     name.strip_prefix("layers.")?.split_once('.')?.0.parse().ok()
 }
 
-/// Position of every token in its document `[T]`.
+/// Position of every token within its document `[T]`.
 pub(crate) fn document_positions(document_starts: &[i64], device: Device) -> Tensor {
     let positions: Vec<i64> =
         document_starts.windows(2).flat_map(|bounds| 0..bounds[1] - bounds[0]).collect();

@@ -1,5 +1,5 @@
-//! What a program hears of a load: each byte that is wanted once, and the end. In a process of its own,
-//! since the observer is one for all loads.
+//! Progress reported by a load: each needed byte once, and the end. Runs in its own process, since
+//! the observer is global.
 
 use std::sync::Mutex;
 
@@ -10,7 +10,7 @@ use dflash_target::{Prefill, PrefillOptions, Target, TargetConfig, TargetOptions
 use dflash_tensor::{Loading, on_loading};
 use tch::{Device, Kind};
 
-/// Of each call the bytes in all, dealt with and read, and whether it was the last.
+/// For each call, the bytes in total, handled and read, and whether it was the last.
 static HEARD: Mutex<Vec<(u64, u64, u64, bool)>> = Mutex::new(Vec::new());
 
 fn listen(loading: Loading<'_>) {
@@ -18,7 +18,7 @@ fn listen(loading: Loading<'_>) {
     HEARD.lock().unwrap().push((total, done, read, over));
 }
 
-/// What was heard of one load: bytes in all, and of these the bytes read at its end.
+/// Summary of one load: bytes in total, and bytes read at its end.
 fn heard(what: &str) -> (u64, u64) {
     let calls = std::mem::take(&mut *HEARD.lock().unwrap());
     assert!(calls.len() > 3, "{what}: {calls:?}");
@@ -39,7 +39,7 @@ fn every_byte_that_is_wanted_is_counted_once() {
         Target::load(&entry.path, &TargetOptions { device, dtype }).unwrap();
         let (total, read) = heard(&entry.name);
         assert_eq!(read, total, "{}", entry.name);
-        // A server's: without the head, up to a layer, or the first of two stages.
+        // As for a server: without the head, up to a layer, or the first of two stages.
         let (place, asked) = ((device, dtype), Dtype::Float32);
         let options = PrefillOptions { place, asked, highest: Some(1), embedding_vh: None };
         Prefill::load(&entry.path, &options).unwrap();
@@ -54,7 +54,7 @@ fn every_byte_that_is_wanted_is_counted_once() {
         models += 1;
     }
     assert!(models >= 20, "{models} models");
-    // Two ranks divide the layers' matrices: each deals with all of it and reads its part.
+    // Two ranks divide the layers' matrices: each handles all of it and reads its part.
     let qwen3 = entries("targets", None).into_iter().find(|entry| entry.name == "qwen3").unwrap();
     let grid = Grid { pipeline: 1, tensor: 2 };
     let (place, asked) = ((Device::Cpu, Kind::Float), Dtype::Float32);

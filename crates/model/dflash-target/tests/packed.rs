@@ -1,6 +1,6 @@
-//! Targets that are packed as their files are read: the bits of those packed from whole tensors, in
-//! little more memory than their files, with faults of the file named. In a process of its own, since
-//! memory and the observer of loads are one for all.
+//! Targets packed while their files are read: bit-identical to those packed from whole tensors, in
+//! little more memory than the files, with errors that name the file. Runs in its own process,
+//! since memory and the load observer are global.
 
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,12 @@ fn load(dir: &Path, dtype: Kind) -> Target {
     Target::load(dir, &TargetOptions { device: Device::Cpu, dtype }).unwrap()
 }
 
-/// The same target by libtorch's tensors, of which few rows pack a copy.
+/// The same target as libtorch tensors, from which the few-row path packs a copy.
 fn unpacked(target: Target) -> Target {
     target.with_kernels(Kernels::Portable).with_kernels(Kernels::Fast)
 }
 
-/// What it makes of `ids`: states, logits and choices of a prompt in one pass, in two, and token by token.
+/// Results for `ids`: states, logits and choices in one pass, in two, and token by token.
 fn outputs(target: &Target, ids: &Tensor) -> Vec<Tensor> {
     let tokens = ids.size()[0];
     let chunked = |chunk: i64| {
@@ -48,7 +48,7 @@ fn outputs(target: &Target, ids: &Tensor) -> Vec<Tensor> {
     ]
 }
 
-/// The last states of `ids` as a document.
+/// The last states of `ids` run as a document.
 fn many(target: &Target, ids: &Tensor) -> Tensor {
     let last = target.num_layers() as u32;
     target.forward_packed(ids, &[0, ids.size()[0]], &[last]).remove(0).to_kind(Kind::Float)
@@ -71,7 +71,7 @@ fn a_target_packed_from_its_file_has_the_bits_of_one_packed_from_tensors() {
             for (found, expected) in outputs(&packed, &ids).iter().zip(outputs(&plain, &ids)) {
                 assert_eq!(*found, expected, "{what}");
             }
-            // Products with more rows are summed in another order than libtorch's.
+            // Matmuls with more rows are summed in another order than libtorch's.
             let (found, expected) = (many(&packed, &ids), many(&plain, &ids));
             let most = expected.abs().max().double_value(&[]);
             let error = (found - expected).abs().max().double_value(&[]) / most;
@@ -86,7 +86,7 @@ fn a_target_packed_from_its_file_has_the_bits_of_one_packed_from_tensors() {
     assert!(compared >= 8, "{compared} targets");
 }
 
-/// A target on disk whose weights outweigh all else that a process has, and the file's size, MiB.
+/// A target on disk whose weights dominate the process's memory, and the file's size, MiB.
 fn large(kind: Kind) -> (tempfile::TempDir, f64) {
     let config = TargetConfig::qwen3(512, 6, 60_000);
     let target = Target::random(config, 5, Device::Cpu);
@@ -96,7 +96,7 @@ fn large(kind: Kind) -> (tempfile::TempDir, f64) {
     (dir, bytes as f64 / f64::from(1 << 20))
 }
 
-/// With one copy too many, of the embedding alone, it would be 1.7 times the file.
+/// A single extra copy, of the embedding alone, would be 1.7 times the file.
 #[test]
 fn a_packed_target_takes_little_more_memory_than_its_file() {
     let _alone = alone();
@@ -105,7 +105,7 @@ fn a_packed_target_takes_little_more_memory_than_its_file() {
         let before = resident_mib().unwrap();
         let target = load(dir.path(), dtype);
         let mut cache = target.new_cache(301);
-        // A prompt of many rows, and a step.
+        // A prompt of many rows, and a decoding step.
         for tokens in [300, 1] {
             let ids = Tensor::ones([tokens], (Kind::Int64, Device::Cpu));
             let output = target.forward_cached(&ids, &mut cache, &[]);
@@ -119,7 +119,7 @@ fn a_packed_target_takes_little_more_memory_than_its_file() {
     }
 }
 
-/// Cut short while it is read, where this is set.
+/// File to truncate while it is read, if set.
 static CUT: Mutex<Option<PathBuf>> = Mutex::new(None);
 
 fn cut(loading: Loading<'_>) {

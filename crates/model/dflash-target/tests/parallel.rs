@@ -1,5 +1,5 @@
-//! Parallel targets compute what one process does. A rank is a thread here, and a sum what the
-//! threads of a stage bring to a meeting; the real processes are `dflash-engine`'s test of this name.
+//! Parallel targets give the results of one process. Here a rank is a thread and a sum is exchanged
+//! between threads; `dflash-engine`'s test of this name uses real processes.
 
 use std::ops::Range;
 use std::path::Path;
@@ -16,8 +16,8 @@ use dflash_tensor::on_loading;
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor};
 
-/// The vectors that two and four ranks do not both divide, by their heads of delta layers (1 or 2) or their
-/// experts (6). All others have four query heads, and one key head, two or four.
+/// The vectors that cannot be divided by both two and four ranks, because of their delta-layer
+/// heads (1 or 2) or experts (6). All others have four query heads, and one, two or four key heads.
 const FEWER: [(&str, &[usize]); 7] = [
     ("qwen3_moe", &[2]),
     ("gemma4_moe", &[2]),
@@ -28,7 +28,7 @@ const FEWER: [(&str, &[usize]); 7] = [
     ("qwen3_next_dense_layer", &[]),
 ];
 
-/// How long a rank waits for the others, one of which may have panicked.
+/// Timeout for waiting on other ranks, one of which may have panicked.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const OPTIONS: PrefillOptions<'_> = PrefillOptions {
@@ -38,7 +38,7 @@ const OPTIONS: PrefillOptions<'_> = PrefillOptions {
     embedding_vh: None,
 };
 
-/// Where the ranks of a stage sum.
+/// Sums the ranks of a stage.
 #[derive(Debug)]
 struct Meeting {
     ranks: usize,
@@ -51,7 +51,7 @@ struct Round {
     number: usize,
     arrived: usize,
     sum: Option<Tensor>,
-    /// The sum of the round before: kept until all have met again, so that all have read it.
+    /// The previous round's sum, kept until all ranks have read it and met again.
     last: Option<Tensor>,
 }
 
@@ -82,14 +82,14 @@ impl Sum for Meeting {
     }
 }
 
-/// What one process computes of all layer ids, over documents that end to end are `prompts`.
+/// States of all layer ids from one process, for `prompts`.
 fn whole(dir: &Path, prompts: &PackedPrompts) -> Vec<Tensor> {
     let prefill = Prefill::load(dir, &OPTIONS).unwrap();
     let last = prefill.config().num_hidden_layers as u32;
     prefill.states(prompts, &(0..=last).collect::<Vec<_>>()).unwrap()
 }
 
-/// The same from the ranks of `grid`: of each part of a stage, which all have the whole states.
+/// The same from the ranks of `grid`, from each part of a stage, since all have the whole states.
 fn parallel(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
     let mut bundles: Vec<Option<Passing>> = (0..grid.tensor).map(|_| None).collect();
     let mut states: Vec<States> = (0..grid.tensor).map(|_| Vec::new()).collect();
@@ -130,7 +130,7 @@ fn assert_same(what: &str, dir: &Path, grid: Grid, prompts: &PackedPrompts) {
     }
 }
 
-/// Documents of these lengths, of token ids that every vector's vocabulary has.
+/// Documents of these lengths, with token ids valid in every vector's vocabulary.
 fn documents(lengths: &[i64]) -> PackedPrompts {
     let ids = |&length: &i64| (0..length).map(|token| (token * 7 + length) % 40).collect();
     let prompts: Vec<Vec<i64>> = lengths.iter().map(ids).collect();
@@ -141,7 +141,7 @@ fn vectors() -> impl Iterator<Item = Entry> {
     ["targets", "targets2"].into_iter().flat_map(|kind| entries(kind, None))
 }
 
-/// The numbers of ranks among `possible` that the target's heads and widths allow.
+/// The numbers of ranks in `possible` that divide the target's heads and widths.
 fn numbers(dir: &Path, possible: Range<usize>) -> Vec<usize> {
     let config = TargetConfig::load(dir).unwrap();
     let allowed = |&tensor: &usize| Grid { pipeline: 1, tensor }.check(&config).is_ok();
@@ -172,11 +172,11 @@ fn parts_of_every_family_give_the_states_of_the_whole() {
     assert_eq!(fewer, FEWER);
 }
 
-/// Bytes that the last load has read.
+/// Bytes read by the last load.
 static READ: AtomicU64 = AtomicU64::new(0);
 
-/// By what loads read: every element that a rank is said to hold, and beside these no more than norms,
-/// biases and convolutions, which are not counted.
+/// Compares bytes read: every element that a rank reports holding, plus only norms, biases and
+/// convolutions, which are not counted.
 #[test]
 fn a_rank_holds_what_is_said() {
     let _alone = alone();
@@ -186,7 +186,7 @@ fn a_rank_holds_what_is_said() {
         let file = TensorFile::open(&path.join("model.safetensors")).unwrap();
         let names = file.names();
         if names.iter().any(|name| name.ends_with("_scales") || name.ends_with("_inv")) {
-            // What is read is not what is held.
+            // Here the bytes read differ from the bytes held.
             continue;
         }
         let small =
@@ -210,13 +210,13 @@ fn a_rank_holds_what_is_said() {
     }
 }
 
-/// A long document has other frequencies in some targets.
+/// Some targets use other rotary frequencies for long documents.
 #[test]
 fn a_long_document_is_as_long_to_stages_and_parts() {
     let _alone = alone();
     tch::set_num_threads(1);
     let longrope = vectors().find(|entry| entry.name == "phi3_longrope").unwrap();
-    // Its short frequencies end at 64 tokens.
+    // Its short frequencies apply up to 64 tokens.
     let prompts = documents(&[90, 64]);
     assert_same("longrope", &longrope.path, Grid { pipeline: 2, tensor: 1 }, &prompts);
 }

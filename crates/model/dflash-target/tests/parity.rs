@@ -1,4 +1,4 @@
-//! Targets against reference vectors: every file there is, on all paths. The vectors are in float32, from a CPU.
+//! Targets against all reference vectors (float32, from a CPU), on all paths.
 
 #[path = "parity/target_heads.rs"]
 mod target_heads;

@@ -1,6 +1,5 @@
-//! Hidden states of documents, in the kinds of products that targets run in. How products are rounded is a
-//! setting of the whole process, which these tests change: so they have a process of their own, one at
-//! a time.
+//! Hidden states of documents, with the product types that targets use. The rounding of matmuls is
+//! a process-wide setting changed by these tests, so they run in their own process, one at a time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -19,7 +18,7 @@ fn prompt(tokens: usize, seed: usize) -> Vec<i64> {
     (0..tokens).map(|token| ((token * seed + 3) as i64) % VOCABULARY).collect()
 }
 
-/// A target as checkpoints are, of matrices that blocked products have several blocks of.
+/// Saves a target whose matrices span several blocks of blocked matmuls.
 fn saved(dir: &Path, kind: Kind) {
     let target = Target::random(TargetConfig::qwen3(256, 3, VOCABULARY), 7, Device::Cpu);
     target.save(dir, kind).unwrap();
@@ -31,7 +30,7 @@ fn load(dir: &Path, asked: Dtype, kind: Kind) -> Prefill {
     Prefill::load(dir, &options).unwrap()
 }
 
-/// The states of each prompt, layer by layer, from a batch of all.
+/// The states of each prompt by layer, from one batch.
 fn states(prefill: &Prefill, prompts: &[Vec<i64>]) -> Vec<Vec<Tensor>> {
     let packed = PackedPrompts::new(prompts.iter().map(Vec::as_slice));
     let states = prefill.states(&packed, &LAYER_IDS).unwrap();
@@ -62,7 +61,7 @@ fn a_pass_that_nobody_waits_for_ends_before_its_next_layer() {
     assert!(after < took / 4, "{after:?} of {took:?}");
 }
 
-/// What a server sends must not follow from who else asks at that moment.
+/// A server's answer must not depend on concurrent requests.
 #[test]
 fn a_prompt_has_the_same_states_in_every_batch() {
     let _alone = alone();

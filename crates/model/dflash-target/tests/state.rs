@@ -1,6 +1,6 @@
-//! Every target there are vectors of, by every way of running it: documents beside others, sequences
-//! that share a pass, and a cache that is cut back and copied. All against the tokens computed
-//! from the start.
+//! Every target with vectors, run in every way: documents packed with others, sequences that share
+//! a pass, and a cache that is truncated and copied. All compared with computing the tokens from
+//! the start.
 
 use std::path::Path;
 
@@ -10,15 +10,15 @@ use dflash_tensor::checkpoint::TensorFile;
 use dflash_test_support::seeded;
 use tch::{Device, Kind, Tensor, no_grad};
 
-/// Of states and logits, relative to the largest.
+/// Tolerance for states and logits, relative to the largest.
 const BOUND: f64 = 1e-5;
 
-/// The same of texts drawn at random, on some of which these models magnify rounding: float32 itself was
-/// seen 3e-5 off. A token left out or taken twice is 1e-2 and more. That the states are equal beyond
-/// rounding is shown in float64, beside the caches.
+/// The same for random texts, on some of which these models amplify rounding: float32 was seen 3e-5
+/// off. A missing or repeated token causes 1e-2 and more. The caches' own tests show in float64
+/// that the states differ only by rounding.
 const RANDOM_TEXTS: f64 = 1e-4;
 
-/// Of each model its name, itself and the vectors' 40 tokens.
+/// Runs `check` with every model's name, the model, and the vectors' 40 tokens.
 fn each(check: impl Fn(&str, &Target, &Tensor)) {
     let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
     let found = ["targets", "targets2"].into_iter().flat_map(|kind| entries(kind, None));
@@ -47,14 +47,14 @@ fn assert_within(bound: f64, what: &str, actual: &Tensor, expected: &Tensor) {
     assert!(difference <= bound, "{what} differs by {difference:e}");
 }
 
-/// The last states of tokens from the start [T, H].
+/// The last states of tokens computed from the start, [T, H].
 fn from_start(target: &Target, ids: &Tensor) -> Tensor {
     let last = target.num_layers() as u32;
     target.forward_packed(ids, &[0, ids.size()[0]], &[last]).remove(0)
 }
 
-/// The last states of the last of `pieces`: computed from the start, or piece by piece where these tokens
-/// have frequencies of their own when they come at once.
+/// The last states of the last of `pieces`: computed from the start, or piece by piece if these
+/// tokens together use other frequencies.
 fn of_last(target: &Target, pieces: &[Tensor]) -> Tensor {
     let all = Tensor::cat(pieces, 0);
     let (tokens, new) = (all.size()[0], pieces[pieces.len() - 1].size()[0]);
@@ -110,22 +110,22 @@ fn sequences_of_a_pass_are_as_alone() {
             let what = format!("{name}, sequence {at}");
             assert_close(&what, &states.narrow(0, start, new[at]), &expected);
             start += new[at];
-            // And what it left behind serves the next token.
+            // Its remaining cache serves the next token.
             let expected = of_last(target, &pieces);
             assert_close(&what, &append(target, &mut caches[at], &pieces[2]), &expected);
         }
     });
 }
 
-/// Whatever was appended, cut back and copied before, a cache that holds some tokens goes on as one that
-/// read just these.
+/// Whatever was appended, truncated and copied before, a cache that holds some tokens continues
+/// like one that read only these.
 #[test]
 fn a_cache_that_was_cut_and_copied_is_one_that_read_its_tokens() {
     let _draws = seeded(tch::manual_seed);
     let below =
         |most: i64| Tensor::randint(most, [1], (Kind::Int64, Device::Cpu)).int64_value(&[0]);
     each(|name, target, ids| {
-        // What grows beyond such a length is not what comes at once.
+        // Growing beyond such a length differs from one pass.
         if target.longest_in_pieces().is_some_and(|longest| longest < 60) {
             return;
         }
@@ -168,7 +168,7 @@ fn a_cache_that_was_cut_and_copied_is_one_that_read_its_tokens() {
     });
 }
 
-/// Layers that carry a state know it at few lengths; others can be cut anywhere.
+/// Recurrent layers store their state at few lengths; others can be truncated anywhere.
 #[test]
 fn a_cache_says_how_far_back_it_goes() {
     each(|name, target, ids| {

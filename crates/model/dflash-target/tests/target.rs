@@ -1,4 +1,4 @@
-//! The ways of running a target against each other; what Hugging Face computes is in `parity`.
+//! The ways of running a target compared with each other; `parity` compares them with Hugging Face.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 const F32: TargetOptions = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
 
-/// Largest difference relative to the largest expected value.
+/// Maximum difference relative to the largest expected value.
 fn relative_error(actual: &Tensor, expected: &Tensor) -> f64 {
     let scale = expected.abs().max().double_value(&[]);
     (actual - expected).abs().max().double_value(&[]) / scale
@@ -24,7 +24,7 @@ fn assert_close(actual: &Tensor, expected: &Tensor, what: &str) {
     assert!(error <= 1e-5, "{what} differs by {error:e}");
 }
 
-/// A small model whose second layer slides, to meet every mask.
+/// A small model whose second layer slides, to cover every mask.
 fn small_config() -> TargetConfig {
     TargetConfig::qwen3(32, 3, 50).with_dense(|dense| dense.windows[1] = Some(6))
 }
@@ -81,7 +81,7 @@ fn every_target() -> impl Iterator<Item = Target> {
 }
 
 fn random_ids(length: i64, seed: i64) -> Tensor {
-    // The generator is the whole process's: another test must not draw in between.
+    // The generator is process-wide: no other test may draw in between.
     let _alone = alone();
     tch::manual_seed(seed);
     Tensor::randint(50, [length], (Kind::Int64, Device::Cpu))
@@ -113,8 +113,7 @@ fn check_chunks(target: &Target, ids: &Tensor, chunks: &[i64], whole: &[Tensor])
     assert_eq!((cache.len(), cache.capacity(), cache.is_empty()), (23, 30, false));
 }
 
-/// Up to 32 rows take the packed layers, more take libtorch's products; each goes on where the other
-/// stopped.
+/// Up to 32 rows use packed layers, more libtorch's matmuls; each continues the other's work.
 #[test]
 fn few_rows_and_many_share_a_cache() {
     for target in every_target() {
@@ -138,8 +137,8 @@ fn few_rows_and_many_share_a_cache() {
     }
 }
 
-/// A block is verified in one call and plain decoding goes token by token: the same bits come out,
-/// on any number of threads, so no near tie can part the texts.
+/// Verification runs a block in one call, plain decoding token by token: both give the same bits on
+/// any number of threads, so near ties cannot make texts diverge.
 #[test]
 fn a_few_rows_have_the_bits_of_one_by_one_on_any_threads() {
     for (config, dtype) in family_configs().into_iter().zip([Kind::Float, Kind::BFloat16].repeat(3))
@@ -150,7 +149,7 @@ fn a_few_rows_have_the_bits_of_one_by_one_on_any_threads() {
         let target = Target::load(dir.path(), &options).unwrap();
         let ids = random_ids(30, 14);
         let run = |chunks: &[i64], threads: i32| {
-            // Of this thread alone.
+            // Applies to this thread only.
             tch::set_num_threads(threads);
             let mut cache = target.new_cache(30);
             let mut start = 0;
@@ -171,8 +170,8 @@ fn a_few_rows_have_the_bits_of_one_by_one_on_any_threads() {
     }
 }
 
-/// Few rows of several sequences share a pass and have the bits that they have alone; a long piece of a
-/// prompt among them goes its own way.
+/// Few rows of several sequences share a pass and have the same bits as alone; a long piece of a
+/// prompt among them is processed separately.
 #[test]
 fn sequences_that_share_a_pass_have_the_bits_of_each_alone() {
     for (config, dtype) in family_configs().into_iter().zip([Kind::Float, Kind::BFloat16].repeat(3))
@@ -239,7 +238,7 @@ fn the_most_likely_token_is_the_first_of_the_largest_logits() {
             assert_eq!(found, target.most_likely_of_normed(&normed), "{rows} rows, normed");
             assert_close(&target.logits(&state), &portable.logits(&state), "logits");
         }
-        // All logits of a state of zeros are equal.
+        // A zero state gives equal logits.
         let zeros = Tensor::zeros([2, 32], (Kind::Float, Device::Cpu));
         assert_eq!(Vec::<i64>::try_from(target.most_likely(&zeros)).unwrap(), [0, 0]);
     }
@@ -312,7 +311,7 @@ fn saved_in_bf16_or_untied_it_loads_the_same() {
         };
         let error = relative_error(&run(&loaded), &run(&target));
         assert!(error <= tolerance + 1e-6, "tied {tied} {kind:?}: {error}");
-        // A few logits of one state, from the file alone.
+        // A few logits of one state, computed from the file alone.
         let state = no_grad(|| loaded.forward_packed(&ids, &[0, 9], &[3])[0].get(8));
         let state = Vec::<f32>::try_from(state).unwrap();
         let facts = TargetFacts::load(dir.path(), None).unwrap();
@@ -347,7 +346,7 @@ fn gradients_of_a_trainable_target_predict_the_loss() {
             moved
         });
         let predicted = 2.0 * step * norm * norm;
-        // float32 losses near 4 carry 1e-6 of rounding.
+        // float32 losses near 4 carry a rounding error of 1e-6.
         let error = (moved - predicted).abs();
         assert!(error <= 0.05 * predicted + 4e-6, "{name}: {moved:e}, predicted {predicted:e}");
     }

@@ -1,17 +1,17 @@
-//! How far back tokens see, and the masks that say so.
+//! Attention spans (full, sliding window, chunked) and their masks.
 
 use tch::{Kind, Tensor};
 
 use crate::ops::Scores;
 
-/// How far back a token sees.
+/// How far back a token attends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionSpan {
-    /// To the first token.
+    /// Full causal attention.
     All,
-    /// The last so many tokens, itself included.
+    /// Sliding window: the last N tokens, including the token itself.
     Window(i64),
-    /// Back to the last position that this divides.
+    /// Chunked: back to the last position that is a multiple of N.
     Chunk(i64),
 }
 
@@ -22,7 +22,7 @@ impl From<Option<i64>> for AttentionSpan {
 }
 
 impl AttentionSpan {
-    /// The first position that the token at `position` sees.
+    /// The first position that the token at `position` attends to.
     pub fn first_key(self, position: i64) -> i64 {
         match self {
             Self::All => 0,
@@ -31,7 +31,7 @@ impl AttentionSpan {
         }
     }
 
-    /// Whether every token of so many, counted from position 0, sees all before it.
+    /// Whether this span is plain causal attention for a sequence of `tokens` tokens.
     pub fn is_all_of(self, tokens: i64) -> bool {
         match self {
             Self::All => true,
@@ -39,25 +39,24 @@ impl AttentionSpan {
         }
     }
 
-    /// The window, if it is one.
+    /// The window size, if this is a sliding window.
     pub fn window(self) -> Option<i64> {
         if let Self::Window(window) = self { Some(window) } else { None }
     }
 }
 
-/// Which layer asks for attention, how far back it sees, and how it scores.
+/// The layer that calls attention, with its span and its score function.
 #[derive(Debug, Clone, Copy)]
 pub struct Place<'a> {
-    /// The layer whose keys and values these are.
+    /// Index of the layer that owns the keys and values.
     pub layer: usize,
-    /// How far back its queries see.
+    /// How far back the layer's queries attend.
     pub attention_span: AttentionSpan,
-    /// How it scores a query and a key.
+    /// How query-key scores are computed.
     pub scores: Scores<'a>,
 }
 
-/// An additive mask [queries, keys] of `kind` from their positions: a query sees as far back as
-/// `attention_span` says, up to itself.
+/// Additive mask [queries, keys] of `kind`, from positions: causal, limited to `attention_span`.
 pub fn causal_mask(
     query: &Tensor,
     key: &Tensor,
@@ -79,12 +78,12 @@ pub fn causal_mask(
     Tensor::zeros(hidden.size(), (kind, hidden.device())).masked_fill(&hidden, f64::NEG_INFINITY)
 }
 
-/// The masks of one call, made once for each attention span of the layers.
+/// Masks of one forward pass, cached per attention span.
 #[derive(Debug, Default)]
 pub struct Masks(Vec<(AttentionSpan, Tensor)>);
 
 impl Masks {
-    /// That of `attention_span`, which `make` makes where it is asked for first.
+    /// Returns the mask for `attention_span`, building it with `make` on first use.
     pub fn of(&mut self, attention_span: AttentionSpan, make: impl FnOnce() -> Tensor) -> Tensor {
         if let Some((_, mask)) = self.0.iter().find(|(known, _)| *known == attention_span) {
             return mask.shallow_clone();

@@ -1,7 +1,7 @@
-//! Safetensors files: named tensors, read and written a bounded piece at a time.
+//! Safetensors files, read and written in pieces of bounded size.
 //!
-//! A header follows from names, types and shapes alone, so a file is written front to back while the
-//! tensors stay where they are, on whatever device, and no copy of one is ever held as a whole.
+//! The header depends only on names, types and shapes, so a file is written front to back while the
+//! tensors stay on their devices; no tensor is ever copied whole.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -17,22 +17,21 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Elements that are copied at a time, 4 MiB of float32: far above the cost of a call to the kernel,
-/// far below any model.
+/// Elements per copy: 4 MiB of float32, enough to amortise the system call.
 const PIECE: i64 = 1 << 20;
 
-/// `elements` of a flat buffer in pieces of bounded size.
+/// Splits `elements` into ranges of bounded size.
 pub fn pieces(elements: Range<i64>) -> impl Iterator<Item = Range<i64>> {
     let end = elements.end;
     elements.step_by(PIECE as usize).map(move |start| start..(start + PIECE).min(end))
 }
 
-/// An open safetensors file. Only the header is in memory; a tensor is read when asked for.
+/// An open safetensors file. Only the header is in memory; tensors are read on demand.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
     file: File,
-    /// Made when a tensor is first read: headers alone need no room for it.
+    /// Created on the first read of a tensor; reading headers alone needs no mapping.
     map: OnceLock<MappedFile>,
     header: Header,
 }
@@ -61,7 +60,7 @@ impl TensorFile {
         self.header.metadata.tensors().into_keys().collect()
     }
 
-    /// CRC-32 of the whole file. Reads all of it, a part at a time.
+    /// CRC-32 of the whole file, read in parts of bounded size.
     ///
     /// # Errors
     /// I/O.
@@ -80,12 +79,12 @@ impl TensorFile {
         }
     }
 
-    /// The free-form entries of the header.
+    /// The header's free-form metadata.
     pub fn notes(&self) -> Option<&HashMap<String, String>> {
         self.header.metadata.metadata().as_ref()
     }
 
-    /// Makes sure that the tensor `name` is there and has shape `expected`.
+    /// Checks that the tensor `name` exists and has shape `expected`.
     ///
     /// # Errors
     /// A missing tensor, another shape.
@@ -106,7 +105,7 @@ impl TensorFile {
         Ok(shape_of(self.info(name)?))
     }
 
-    /// The kind that the tensor `name` is stored in, or the name of a type that we do not read.
+    /// The type of the tensor `name`, or the name of the stored type if it is not supported.
     ///
     /// # Errors
     /// A missing tensor.
@@ -118,17 +117,17 @@ impl TensorFile {
     /// Reads the whole tensor `name`, in its stored type and shape.
     ///
     /// # Errors
-    /// A missing tensor, a type that we do not read, I/O.
+    /// A missing tensor, an unsupported type, I/O.
     pub fn any_tensor(&self, name: &str) -> Result<Tensor> {
         let shape = shape_of(self.info(name)?);
         Ok(self.part(name, 0..shape.iter().product())?.view(shape.as_slice()))
     }
 
-    /// Reads `elements` of the tensor `name`, flat and in its stored type. Their number is for the
-    /// caller to bound; see [`pieces`].
+    /// Reads `elements` of the tensor `name`, flat and in its stored type. The caller bounds the
+    /// range; see [`pieces`].
     ///
     /// # Errors
-    /// A missing tensor, a type that we do not read, I/O.
+    /// A missing tensor, an unsupported type, I/O.
     pub fn part(&self, name: &str, elements: Range<i64>) -> Result<Tensor> {
         let info = self.info(name)?;
         let kind = self.kind(name, info)?;
@@ -142,8 +141,8 @@ impl TensorFile {
         Ok(Tensor::f_from_data_size(&bytes, &[count], kind)?)
     }
 
-    /// Copies elements of the tensor `name`, from `first` on, into `destination`, straight from the
-    /// mapped file and some rows at a time, converted to its kind and device.
+    /// Copies elements of the tensor `name`, starting at `first`, into `destination`. Reads the
+    /// mapped file a few rows at a time and converts to the destination's type and device.
     ///
     /// # Errors
     /// As [`Self::part`].
@@ -158,11 +157,12 @@ impl TensorFile {
         self.copied(self.map()?.copy_part(stored, 0, 0, destination, PIECE))
     }
 
-    /// Copies a part of the tensor `name` into `destination` as [`Self::read_into`] does: of its
-    /// dimension `dim` what begins at `start` and is as long as the destination's, of the others all.
+    /// Copies a slice of the tensor `name` into `destination`, as [`Self::read_into`] does. The
+    /// slice starts at `start` in dimension `dim`, is as long as the destination there, and spans
+    /// all other dimensions.
     ///
     /// # Errors
-    /// As [`Self::part`]; another shape.
+    /// As [`Self::part`]; a shape mismatch.
     pub fn read_part_into(
         &self,
         name: &str,
@@ -181,15 +181,15 @@ impl TensorFile {
         self.copied(self.map()?.copy_part(stored, dim as i64, start, destination, PIECE))
     }
 
-    /// The kind that the tensor `name` is stored in.
+    /// The type of the tensor `name`.
     ///
     /// # Errors
-    /// A missing tensor, a type that we do not read.
+    /// A missing tensor, an unsupported type.
     pub(crate) fn readable_kind(&self, name: &str) -> Result<Kind> {
         self.kind(name, self.info(name)?)
     }
 
-    /// Bytes of the tensor `name`.
+    /// Size of the tensor `name` in bytes.
     ///
     /// # Errors
     /// A missing tensor.
@@ -198,7 +198,7 @@ impl TensorFile {
         Ok((end - start) as u64)
     }
 
-    /// Elements of the tensor `name`.
+    /// Number of elements of the tensor `name`.
     ///
     /// # Errors
     /// A missing tensor.
@@ -235,7 +235,6 @@ fn shape_of(info: &TensorInfo) -> Vec<i64> {
     info.shape.iter().map(|&size| size as i64).collect()
 }
 
-/// The types that we read and write.
 const TYPES: [(Dtype, Kind); 8] = [
     (Dtype::F64, Kind::Double),
     (Dtype::F32, Kind::Float),
@@ -256,7 +255,7 @@ fn dtype_of(kind: Kind) -> Dtype {
     known.unwrap_or_else(|| panic!("checkpoints hold no {kind:?}")).0
 }
 
-/// What a safetensors file says of one of its tensors.
+/// Header entry of one tensor.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
@@ -265,19 +264,19 @@ pub struct Entry {
     pub shape: Vec<i64>,
 }
 
-/// A safetensors file that is being written front to back; absent unless it is finished. Its calls
-/// fail on I/O alone.
+/// A safetensors file being written front to back; it appears under its name only when finished.
+/// Methods fail only on I/O errors.
 #[derive(Debug)]
 pub struct TensorWriter {
     file: PendingFile,
     checksum: crc32fast::Hasher,
-    /// Type and number of the elements to come, tensor by tensor.
+    /// Type and number of the elements still to be written, per tensor.
     missing: VecDeque<(Kind, i64)>,
     stage: Vec<u8>,
 }
 
 impl TensorWriter {
-    /// Starts the file `path` with these tensors in this order, and writes its header.
+    /// Starts the file `path` with the given tensors, in this order, and writes its header.
     pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
         let elements = |entry: &Entry| (entry.kind, entry.shape.iter().product());
         let mut writer = Self {
@@ -290,8 +289,7 @@ impl TensorWriter {
         Ok(writer)
     }
 
-    /// Writes the next elements, all of one tensor of the file or a part of them, from any device and
-    /// in any kind.
+    /// Appends elements of the current tensor, from any device and in any type.
     pub fn append(&mut self, values: &Tensor) -> Result<()> {
         let flat = values.detach().reshape([-1]);
         for piece in pieces(0..flat.numel() as i64) {
@@ -315,7 +313,7 @@ impl TensorWriter {
         Ok(self.file.write(&self.stage)?)
     }
 
-    /// Gives the file its name. Returns the CRC-32 of all of it.
+    /// Renames the file to its final name. Returns the CRC-32 of its whole content.
     pub fn finish(self) -> Result<u32> {
         assert!(self.missing.is_empty(), "fewer elements than the header says");
         self.file.commit()?;
@@ -323,7 +321,7 @@ impl TensorWriter {
     }
 }
 
-/// Length and text of the header, as the safetensors library lays them out.
+/// The header's length and text, laid out as the safetensors library does.
 fn header(entries: &[Entry]) -> Vec<u8> {
     let mut end = 0;
     let infos = entries.iter().map(|entry| {
@@ -336,9 +334,9 @@ fn header(entries: &[Entry]) -> Vec<u8> {
     Header::encode(infos.collect())
 }
 
-/// Writes named tensors as `path`, whole or not at all, in `kind` or else each in its own.
+/// Atomically writes named tensors to `path`, in `kind` or, if `None`, each in its own type.
 ///
-/// The order in the file is that of the safetensors library: the widest types first, then by name.
+/// Tensors are ordered as the safetensors library orders them: widest types first, then by name.
 ///
 /// # Errors
 /// I/O.
@@ -361,7 +359,7 @@ pub fn write_safetensors_as(
     writer.finish().map(|_| ())
 }
 
-/// As [`write_safetensors_as`], each tensor in its own kind.
+/// [`write_safetensors_as`] with each tensor in its own type.
 pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_safetensors_as(path, tensors, None)
 }
@@ -370,7 +368,7 @@ pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()
 mod tests {
     use super::*;
 
-    /// Noise of a given length, the same each time.
+    /// Deterministic values of a given length.
     fn wave(elements: i64, kind: Kind) -> Tensor {
         let positions = Tensor::arange(elements, (Kind::Float, Device::Cpu));
         ((positions * 1.7).sin() * 100.0).to_kind(kind)
@@ -441,7 +439,7 @@ mod tests {
         let tail = long.narrow(0, PIECE + 7, PIECE).view([2, -1]);
         assert!(file.any_tensor("a").unwrap().equal(&tail));
         assert!(file.part("a", 5..9).unwrap().equal(&tail.view([-1]).narrow(0, 5, 4)));
-        // into a view whose rows lie apart, in another kind
+        // into a strided view, in another type
         let turned = Tensor::zeros([PIECE / 2, 2], (Kind::Double, Device::Cpu));
         file.read_into("a", 0, &turned.tr()).unwrap();
         assert!(turned.tr().to_kind(Kind::Float).equal(&tail));

@@ -1,4 +1,4 @@
-//! Out-of-memory as an error instead of a panic.
+//! Turns out-of-memory panics into errors.
 //!
 //! libtorch throws when an allocation fails, and the bindings turn that into a panic. The programs
 //! exit on any panic, as they should for a bug. Running out of memory is not a bug, so such a panic
@@ -16,7 +16,7 @@ thread_local! {
     static CONTAINED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What allocators and their callers say: libtorch's for the CPU and for CUDA, the CUDA driver, the
+/// Substrings of out-of-memory messages: libtorch's CPU and CUDA allocators, the CUDA driver, the
 /// C++ library, oneDNN, cuBLAS.
 const SIGNS: [&str; 9] = [
     "allocate memory",
@@ -30,19 +30,19 @@ const SIGNS: [&str; 9] = [
     "not enough memory",
 ];
 
-/// Whether a message tells of memory that could not be had.
+/// Whether a message reports an out-of-memory condition.
 pub fn is_oom(message: &str) -> bool {
     SIGNS.iter().any(|sign| message.contains(sign))
 }
 
-/// The allocator's message in what a panic says; `None` where it tells of something else.
+/// The allocator's message inside a panic message; `None` if the panic has another cause.
 pub fn catch_oom_in(panic: &str) -> Option<String> {
     is_oom(panic).then(|| first_line(panic))
 }
 
-/// Runs `work`; a panic because memory ran out becomes its message. Calls may be nested.
+/// Runs `work` and returns an out-of-memory panic as its message. Calls may be nested.
 ///
-/// What `work` changes must be as good after a panic as before.
+/// State that `work` changes must stay valid if it panics.
 ///
 /// # Errors
 /// The allocator's message.
@@ -62,7 +62,7 @@ pub fn catch_oom<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// From now on the panic hook, which ends the programs, is not called for what is contained.
+/// Replaces the panic hook by one that ignores contained panics; the programs' hook would exit.
 fn pass_over_contained() {
     let hook = take_hook();
     set_hook(Box::new(move |info| {
@@ -76,11 +76,11 @@ fn is_contained(info: &PanicHookInfo<'_>) -> bool {
     info.payload_as_str().is_some_and(is_oom)
 }
 
-/// libtorch's message without the C++ frames behind it and without what the bindings put around it.
+/// libtorch's message without its C++ stack trace and without the bindings' wrapping.
 fn first_line(text: &str) -> String {
     let around = ["Torch(\"", "Internal torch error: "];
     let message = around.iter().find_map(|around| Some(text.split_once(around)?.1)).unwrap_or(text);
-    // Escaped where it was printed as a value's debug text.
+    // Newlines are escaped if the value was printed with `Debug`.
     let line = message.split("\\n").next().and_then(|line| line.lines().next()).unwrap_or(message);
     line.strip_suffix("\")").unwrap_or(line).to_owned()
 }
@@ -93,7 +93,7 @@ mod tests {
     fn what_is_contained_ends_the_innermost_call_alone() {
         let called = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
         let seen = std::sync::Arc::clone(&called);
-        // A hook that ends a program would be called here.
+        // The programs install a hook that exits here.
         let outcome = std::thread::spawn(move || {
             catch_oom::<()>(|| {
                 let inner = catch_oom(|| -> u8 { panic!("std::bad_alloc (part of a test)") });

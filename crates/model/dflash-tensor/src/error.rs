@@ -1,12 +1,12 @@
-//! What can go wrong with a model on disk or a model's settings.
+//! Errors in model files and model settings.
 //!
-//! One type for `dflash-tensor`, `dflash-target` and `dflash-draft`: a load goes through all of them, and
-//! whoever loads a target loads a draft beside it and says the same of both.
+//! One type for `dflash-tensor`, `dflash-target` and `dflash-draft`: loading a model goes through
+//! all three, and callers report target and draft errors alike.
 #![allow(missing_docs, reason = "the messages say it")]
 
 use std::path::PathBuf;
 
-/// A result of this crate and of those of target and draft.
+/// Result type of this crate, `dflash-target` and `dflash-draft`.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Errors name the file, key or tensor, what was found and what was expected.
@@ -14,31 +14,31 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     #[error("cannot read {path}: {source}")]
     Read { path: PathBuf, source: std::io::Error },
-    /// A file of a format that others have too.
+    /// An error in a file format shared with other crates.
     #[error(transparent)]
     Format(#[from] dflash_formats::Error),
     #[error(
         "{dir} lacks the shard {shard}, which has the tensor {tensor} according to its model.safetensors.index.json; download it again"
     )]
     MissingShard { dir: PathBuf, shard: String, tensor: String },
-    /// The model is of a family that we do not run.
+    /// The model's architecture is not supported.
     #[error("{path}: architecture {found} is not supported; supported: {supported}")]
     Architecture { path: PathBuf, found: String, supported: String },
-    /// The draft's head is of a kind that we do not run.
+    /// The draft's head type is not supported.
     #[error("the draft's head is {found}, which this program does not know; it knows {known}")]
     UnknownHead { found: String, known: String },
-    /// The draft's head has a value that we cannot honour.
+    /// The draft's head has an unsupported value.
     #[error("the draft's head {kind}: `{key}` is {found}, but {expected}")]
     Head { kind: &'static str, key: &'static str, found: String, expected: &'static str },
-    /// The target is of a family whose head is not known, and no description says how it is.
+    /// The target's architecture is not built in, and no target spec was given.
     #[error(
         "{path}: architecture {found} is not known (docs/targets.md lists those that are); describe it in a file and pass --target-spec FILE:\n{example}"
     )]
     UnknownTarget { path: PathBuf, found: String, example: String },
-    /// A description of a target does not parse; the source names line and key.
+    /// A target spec that does not parse; `source` names line and key.
     #[error("{path}, line {line}: {reason}")]
     Spec { path: PathBuf, line: usize, reason: String },
-    /// The checkpoint's names do not say which tensor it is.
+    /// No tensor name in the checkpoint matches.
     #[error(
         "{dir}: no tensor was found that is the {what}; name it in a file for --target-spec, as `{key} = \"...\"`; its tensors outside numbered layers are {names}"
     )]
@@ -53,7 +53,7 @@ pub enum Error {
         first: String,
         second: String,
     },
-    /// The tensor of a head is stored in few bits.
+    /// The tensor that the head needs is quantized.
     #[error(
         "{dir}: tensor {name} is stored as {found} ({method}), but training needs it unquantized; pass the directory or name of a checkpoint of the same model that stores it as F32, F16 or BF16 as --target"
     )]
@@ -72,7 +72,7 @@ pub enum Error {
     LayerIdOrder { ids: Vec<u32> },
     #[error("mask token {id} {reason}; pass --mask-token-id with a reserved id below {rows}")]
     MaskToken { id: i64, reason: &'static str, rows: i64 },
-    /// No id is free to be the mask token.
+    /// No token id is free for the mask token.
     #[error(
         "the tokenizer names no mask token and fills all {rows} rows of the embedding; pass --mask-token-id with a reserved id that the training data does not use"
     )]
@@ -86,7 +86,7 @@ pub enum Error {
     )]
     Indivisible {
         architecture: String,
-        /// What the ranks do not do to the size.
+        /// How the size fails to match the ranks, e.g. "is not divisible by".
         relation: &'static str,
         key: &'static str,
         size: i64,
@@ -96,10 +96,10 @@ pub enum Error {
     /// A file could not be written.
     #[error(transparent)]
     Write(#[from] dflash_io::Error),
-    /// libtorch does not round products as a target takes them.
+    /// libtorch cannot be set to the matmul precision that targets need.
     #[error(transparent)]
     Products(dflash_torch_sys::Error),
-    /// libtorch refused an operation on data from outside.
+    /// libtorch rejected an operation on external data.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
 }

@@ -1,10 +1,10 @@
-//! Flash attention on a GPU outside training: documents laid end to end, and new tokens over a cache.
+//! Flash attention on GPUs outside training: packed documents, and new tokens over a cache.
 //!
-//! libtorch's `scaled_dot_product_attention` chooses a kernel by the GPU, its libraries' releases and the
-//! shapes, and what it chooses can cost far more than the attention: cuDNN builds a plan for each new
-//! length, and a mask over grouped heads falls back to scores in memory. So where the variable-length
-//! kernels take a call they are called by name. Shapes: `q` [T, N, D], `k` and `v` [S, M, D] with any
-//! strides but the last; N a multiple of M.
+//! libtorch's `scaled_dot_product_attention` picks a kernel by GPU, library version and shape, and
+//! its pick can cost far more than the attention itself: cuDNN builds a plan for each new length,
+//! and a mask with grouped heads falls back to materialised scores. So wherever the variable-length
+//! kernels support a call, they are called directly. Shapes: `q` [T, N, D], `k` and `v` [S, M, D]
+//! with a contiguous last dimension; N is a multiple of M.
 
 use dflash_torch_sys::flash::{Sequences, Window, flash_forward, takes_flash};
 use tch::{Device, Tensor};
@@ -12,7 +12,7 @@ use tch::{Device, Tensor};
 use crate::attention_span::{AttentionSpan, Place};
 use crate::upload;
 
-/// Whether the kernels take such queries over such keys and values.
+/// Whether the kernels support these queries, keys and values.
 pub fn takes(q_tnd: &Tensor, k: &Tensor, v: &Tensor) -> bool {
     let dim = |x: &Tensor| x.size().last().copied().unwrap_or(0);
     let Device::Cuda(index) = q_tnd.device() else { return false };
@@ -23,7 +23,8 @@ pub fn takes(q_tnd: &Tensor, k: &Tensor, v: &Tensor) -> bool {
         && takes_flash(index, q_tnd.kind(), dim(q_tnd)).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The window of a layer's queries, where the kernels have such; scores beyond a scale they have not.
+/// The layer's attention window, or `None` if the kernels do not support it (chunked spans,
+/// soft-capped scores, sinks).
 pub fn window(place: Place<'_>) -> Option<Window> {
     if place.scores.softcap.is_some() || place.scores.sinks_nr.is_some() {
         return None;
@@ -35,7 +36,7 @@ pub fn window(place: Place<'_>) -> Option<Window> {
     }
 }
 
-/// The output [T, N, D] of every sequence over its own keys.
+/// Attention output [T, N, D]; each sequence attends only to its own keys.
 pub fn attend(
     q_tnd: &Tensor,
     k_tmd: &Tensor,
@@ -49,20 +50,21 @@ pub fn attend(
     run.unwrap_or_else(|error| panic!("{error}")).0
 }
 
-/// One sequence: the last `queries` of its `keys` positions.
+/// One sequence whose queries are the last `queries` of its `keys` positions.
 pub fn one(queries: i64, keys: i64, window: Window, device: Device) -> Sequences {
     let ends = |length: i64| upload(&[0, length as i32], device);
     let cu_q = ends(queries);
     let cu_k = if queries == keys { cu_q.shallow_clone() } else { ends(keys) };
-    // A single query sees every key, and without a limit its group of heads shares each read of them.
+    // A single query sees every key, and with an unlimited window the kernel reads keys once per
+    // group of query heads.
     let sees_all = queries == 1 && window.left.is_none_or(|left| left + 1 >= keys);
     let window = if sees_all { Window::ALL } else { window };
     Sequences { cu_q, cu_k, max_q: queries, max_k: keys, window }
 }
 
-/// Documents over themselves: the first token of each, and the number of tokens.
+/// Self-attention over packed documents: `starts` holds each one's start, then the token count.
 pub fn documents(starts: &[i64], window: Window, device: Device) -> Sequences {
-    // An empty one would be a sequence without keys.
+    // Drop empty documents: the kernels would get a sequence without keys.
     let mut ends: Vec<i32> = starts.iter().map(|&end| end as i32).collect();
     ends.dedup();
     let cu_q = upload(&ends, device);
@@ -71,12 +73,12 @@ pub fn documents(starts: &[i64], window: Window, device: Device) -> Sequences {
     Sequences { cu_q, cu_k, max_q: longest, max_k: longest, window }
 }
 
-/// The sequences of one pass, made once for each window of its layers.
+/// Sequence lengths of one pass, cached per window.
 #[derive(Debug, Default)]
 pub struct Calls(Vec<(Window, Sequences)>);
 
 impl Calls {
-    /// Those of `window`, which `make` makes where they are asked for first.
+    /// Returns the sequences for `window`, building them with `make` on first use.
     pub fn of(&mut self, window: Window, make: impl FnOnce() -> Sequences) -> &Sequences {
         let known = self.0.iter().position(|(known, _)| *known == window);
         let at = known.unwrap_or_else(|| {

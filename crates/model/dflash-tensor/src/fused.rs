@@ -1,9 +1,9 @@
-//! The elementwise steps of the draft's training pass, each with its gradient.
+//! Elementwise operations of the draft's training pass, forward and backward.
 //!
-//! On a CPU in float32, and on a GPU in float32 or bfloat16, each is one sweep of a compiled kernel;
-//! elsewhere (bfloat16 on a CPU, float64 for gradient checks, a GPU without our kernels, or
-//! [`Kernels::Portable`]) the same mathematics out of libtorch's operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
-//! without a copy.
+//! On a CPU in float32, and on a GPU in float32 or bfloat16, each is one sweep of a compiled
+//! kernel. Otherwise (bfloat16 on a CPU, float64 in gradient checks, a GPU without our kernels, or
+//! [`Kernels::Portable`]) libtorch operations compute the same. Heads are regrouped by key/value
+//! head on the way, so attention gets its layout without a copy.
 
 use dflash_kernels::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
 use dflash_kernels::kernels::{self, Kernels, RmsWeight};
@@ -11,14 +11,14 @@ use tch::{Kind, Tensor};
 
 use crate::ops::{self, RotaryTables};
 
-/// An RMS norm, and what computes it.
+/// An RMS norm and the kernels that compute it.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm<'a> {
-    /// `[D]`.
+    /// Shape `[D]`.
     pub weight: &'a Tensor,
     /// Added to the mean square.
     pub eps: f64,
-    /// What computes it.
+    /// The implementation.
     pub kernels: Kernels,
 }
 
@@ -34,8 +34,8 @@ impl Norm<'_> {
         ops::rms_norm(x, self.weight, self.eps)
     }
 
-    /// Gradient of [`Self::of`], plus `residual`, in the memory of `dy` where a kernel can; the
-    /// weight's gradient is added to `dweight`.
+    /// Gradient of [`Self::of`] plus `residual`, written into the memory of `dy` where a kernel
+    /// can. The weight's gradient is added to `dweight`.
     pub fn backward(
         &self,
         mut dy: Tensor,
@@ -60,8 +60,8 @@ impl Norm<'_> {
         }
     }
 
-    /// As [`Self::backward`], and the norm's value again, which the gradient of the weight behind it
-    /// takes.
+    /// [`Self::backward`] that also recomputes the norm's output, needed for the gradient of the
+    /// weight that follows it.
     pub fn backward_again(
         &self,
         mut dy: Tensor,
@@ -84,13 +84,13 @@ impl Norm<'_> {
         (dx, self.of(x))
     }
 
-    /// What runs the kernels for GPUs on `x`.
+    /// The GPU kernel runner for `x`, if there is one.
     fn gpu(&self, x: &Tensor) -> Option<Runner> {
         self.kernels.gpu(x).filter(|_| self.weight.kind() == x.kind())
     }
 
-    /// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], in memory
-    /// by query from a kernel and else by key head.
+    /// Norm and rotation of the heads of `x` [N, heads * D]. Returns [kv heads, N, group, D], laid
+    /// out as [`HeadOrder::ByQuery`] by a CPU kernel and [`HeadOrder::ByKeyHead`] otherwise.
     pub fn of_heads(&self, x: &Tensor, tables: &RotaryTables, kv_heads: i64) -> Tensor {
         let Self { weight, eps, kernels } = *self;
         if kernels.take(x) {
@@ -107,8 +107,8 @@ impl Norm<'_> {
         HeadOrder::ByKeyHead.seen(&y_nhd.unflatten(1, [kv_heads, -1]))
     }
 
-    /// Gradient of [`Self::of_heads`] for `dy` [kv heads, N, group, D], in place of `x`
-    /// [N, heads * D]; the weight's gradient is added to `dweight`.
+    /// Overwrites `x` [N, heads * D] with its gradient under [`Self::of_heads`], given `dy` of
+    /// shape [kv heads, N, group, D]. Adds the weight's gradient to `dweight`.
     pub fn of_heads_backward(
         &self,
         dy: &Tensor,
@@ -138,19 +138,19 @@ impl Norm<'_> {
     }
 }
 
-/// Which of a slot's heads are neighbours in memory.
+/// Memory order of a slot's heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadOrder {
-    /// [N, group, kv heads, D]. All queries of one key/value head, over slots and group alike, lie at
-    /// one distance: attention takes slots and group as one dimension without a copy, and flash
-    /// kernels for the CPU leave their results so.
+    /// [N, group, kv heads, D]. All queries of one key/value head are equally spaced over slots and
+    /// group, so attention takes slots and group as one dimension without a copy. CPU flash kernels
+    /// produce this order.
     ByQuery,
-    /// [N, kv heads, group, D], the order of the checkpoint and of kernels that know grouped heads.
+    /// [N, kv heads, group, D], the order of checkpoints and of kernels that support grouped heads.
     ByKeyHead,
 }
 
 impl HeadOrder {
-    /// A tensor of this order seen as [kv heads, N, group, D].
+    /// View of a tensor in this order as [kv heads, N, group, D].
     pub fn seen(self, x: &Tensor) -> Tensor {
         match self {
             Self::ByQuery => x.permute([2, 0, 1, 3]),
@@ -158,8 +158,7 @@ impl HeadOrder {
         }
     }
 
-    /// The way back from [`Self::seen`], contiguous; a copy only where the memory is laid out
-    /// otherwise.
+    /// Inverse of [`Self::seen`], contiguous; copies only if the memory order differs.
     pub fn rows(self, x_jngd: &Tensor) -> Tensor {
         match self {
             Self::ByQuery => x_jngd.permute([1, 2, 0, 3]).contiguous(),
@@ -167,33 +166,33 @@ impl HeadOrder {
         }
     }
 
-    /// The same numbers in this order of memory.
+    /// The same values in this memory order.
     pub fn ordered(self, x_jngd: &Tensor) -> Tensor {
         self.seen(&self.rows(x_jngd))
     }
 }
 
-/// The heads of projected rows, queries (where there are any), keys and values side by side, on a GPU:
-/// each pass is one launch, and its results lie as attention takes them.
+/// Projected rows on a GPU: query heads (if any), key heads and value heads, concatenated. Each
+/// pass is one kernel launch that writes the layout attention needs.
 #[derive(Debug)]
 pub struct Projected<'a> {
-    /// What runs the kernels.
+    /// The kernel runner.
     pub runner: Runner,
-    /// Norms of queries and keys, and the rotation after them.
+    /// Query and key norms, and the rotation after them.
     pub norms: HeadNorms<'a>,
-    /// Key/value heads of a row.
+    /// Key/value heads per row.
     pub kv_heads: i64,
 }
 
 impl Projected<'_> {
-    /// Queries [N, heads, D], where the rows hold any; keys and values go to `room`.
+    /// Returns queries [N, heads, D] if the rows hold any; writes keys and values to `room`.
     pub fn to(&self, x: &Tensor, room: KeyRoom<'_>) -> Option<Tensor> {
         let HeadNorms { query, key, eps, cosine, sine } = self.norms;
         let turn = HeadTurn { norms: Some((query, key)), eps, cosine, sine };
         gpu::heads_to(self.runner, x, &turn, room)
     }
 
-    /// Queries [kv heads, N, group, D] and keys [kv heads, N, D], normed and turned.
+    /// Queries [kv heads, N, group, D] and keys [kv heads, N, D], normed and rotated.
     pub fn of(&self, x: &Tensor) -> (Option<Tensor>, Tensor) {
         let (q_nhd, k_njd) = gpu::heads(self.runner, x, &self.norms, self.kv_heads);
         let seen =
@@ -201,8 +200,8 @@ impl Projected<'_> {
         (q_nhd.map(seen), k_njd.transpose(0, 1))
     }
 
-    /// Puts the gradient of `x` in its place, for gradients of queries, keys and values as [`Self::of`]
-    /// gives them. The norms' are added to `dweights`.
+    /// Replaces `x` by its gradient, given gradients of queries, keys and values in the layout of
+    /// [`Self::of`]. The norms' gradients are added to `dweights`.
     pub fn backward(
         &self,
         x: &Tensor,
@@ -220,7 +219,7 @@ impl Projected<'_> {
     }
 }
 
-/// `silu(gate) * up` of [N, 2I].
+/// `silu(gate) * up` for `gate_up` [N, 2I].
 pub fn swiglu(gate_up: &Tensor, kernels: Kernels) -> Tensor {
     match kernels.gpu(gate_up) {
         Some(runner) => gpu::swiglu(runner, gate_up),
@@ -229,8 +228,8 @@ pub fn swiglu(gate_up: &Tensor, kernels: Kernels) -> Tensor {
     }
 }
 
-/// Gradient of [`swiglu`] [N, 2I], and its value again, in the memory of `gate_up` and `dy` where a
-/// kernel can.
+/// Gradient of [`swiglu`] [N, 2I] and its recomputed value, in the memory of `gate_up` and `dy`
+/// where a kernel can.
 pub fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor, kernels: Kernels) -> (Tensor, Tensor) {
     if let Some(runner) = kernels.gpu(&gate_up) {
         gpu::swiglu_backward(runner, &mut dy, &mut gate_up);
@@ -243,8 +242,8 @@ pub fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor, kernels: Kernels) ->
     (ops::swiglu_backward(&dy, &gate_up), ops::swiglu(&gate_up))
 }
 
-/// Folds a part of an attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into the merged one,
-/// whose memory is [rows, j, D] and [rows, j].
+/// Merges a partial attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into `merged`, whose
+/// memory order is [rows, j, D] and [rows, j].
 pub fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor), kernels: Kernels) {
     let (merged_out, merged_lse) = merged;
     let (out, lse) = part;
@@ -277,7 +276,7 @@ mod tests {
         Tensor::randn(shape, (Kind::Double, Device::Cpu))
     }
 
-    /// Runs `f` in float64 and, on each path, in float32 on the same inputs.
+    /// Compares `f` in float64 with each float32 implementation on the same inputs.
     fn agree(inputs: &[Tensor], f: impl Fn(&[Tensor], Kernels) -> Vec<Tensor>) {
         let in_kind = |kind| -> Vec<Tensor> {
             inputs.iter().map(|x| x.to_dtype(kind, false, true)).collect()
@@ -287,7 +286,7 @@ mod tests {
             let found = f(&in_kind(Kind::Float), kernels);
             for (expected, found) in expected.iter().zip(found) {
                 assert_eq!(found.kind(), Kind::Float);
-                // At least that of the inputs, where terms of their size cancel.
+                // Relative to the inputs where terms of their size cancel.
                 let scale = expected.abs().max().double_value(&[]).max(1.0);
                 let difference = (expected - found).abs().max().double_value(&[]);
                 assert!(difference <= 5e-6 * scale, "{kernels:?}: {difference} of {scale}");
@@ -298,9 +297,9 @@ mod tests {
     #[test]
     fn all_paths_agree_with_float64_on_norms() {
         let _draws = seeded(tch::manual_seed);
-        // odd widths leave a rest behind the vector loops; many rows use several threads
+        // odd widths leave a remainder after the vector loops; many rows use several threads
         for (rows, dim) in [(1, 1), (7, 33), (513, 64)] {
-            // Away from zero: a row of one element all but cancels, the more the smaller it is.
+            // Away from zero: a one-element row nearly cancels, the more so the smaller it is.
             let x = random(&[rows, dim]);
             let x = &x + x.sign();
             let inputs = [random(&[rows, dim]), x, random(&[dim]), random(&[rows, dim])];
@@ -357,7 +356,7 @@ mod tests {
             random(&[1, heads, rows]),
         ];
         agree(&inputs, |x, kernels| {
-            // the merged ones lie row by row, the parts as they like
+            // the merged tensors are row-major, the parts have any layout
             let by_row = |x: &Tensor| x.transpose(1, 2).contiguous().transpose(1, 2);
             let (out, lse) = (by_row(&x[0]), by_row(&x[1]));
             merge((&out, &lse), (&x[2], &by_row(&x[3])), kernels);

@@ -1,14 +1,14 @@
-//! What targets and drafts are computed with: weights from checkpoints, operations on tensors, devices.
+//! Building blocks of targets and drafts: weights from checkpoints, tensor operations, devices.
 //!
 //! Single-device tensor code: nothing here knows a rank, a socket or a command line. Tensors carry
 //! a lower-case shape suffix: `t` context tokens, `n` slots (anchors times block size), `a`
 //! anchors, `b` slots of a block, `h` hidden, `k` auxiliary layers, `d` head dimension, `v`
 //! vocabulary.
 //!
-//! - [`checkpoint`] reads and writes safetensors, [`weights`] a directory of them.
-//! - [`ops`] are the elementwise steps and attention out of libtorch's operations; [`fused`] and
-//!   [`flash`] are the same by our kernels and by libtorch's flash kernels.
-//! - [`rope`] reads rotary embeddings from configurations, [`attention_span`] says how far back tokens see.
+//! - [`checkpoint`] reads and writes safetensors files, [`weights`] a directory of them.
+//! - [`ops`] has elementwise operations and attention in libtorch operations; [`fused`] and
+//!   [`flash`] compute the same with our kernels and with libtorch's flash kernels.
+//! - [`rope`] reads rotary embeddings from configurations; [`attention_span`] has spans and masks.
 
 pub mod attention_span;
 pub mod checkpoint;
@@ -33,6 +33,6 @@ pub use placement::{
 };
 pub use weights::Weights;
 
-/// Memory of a tensor beside its elements: libtorch's two objects, our handle, and what their allocations
-/// round up to. With 30 tokens of a small model it is a fifth of a kept cache.
+/// Overhead of a tensor in bytes: libtorch's two objects, our handle, and allocation rounding. At
+/// 30 tokens of a small model it is a fifth of a cache.
 pub const TENSOR_BYTES: usize = 512;

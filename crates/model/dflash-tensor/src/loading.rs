@@ -1,36 +1,36 @@
-//! How far the loading of a target is, told to the program, which shows it.
+//! Progress of loading a target, reported to the program for display.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Where a load is.
+/// Progress of one load.
 #[derive(Debug, Clone, Copy)]
 pub struct Loading<'a> {
     /// The target's directory.
     pub dir: &'a Path,
-    /// Stored bytes of the tensors that are wanted.
+    /// Total stored bytes of the wanted tensors.
     pub total: u64,
-    /// Of these the bytes of the tensors that have been dealt with.
+    /// Bytes of the tensors processed so far.
     pub done: u64,
-    /// Bytes that were read for that: fewer, where this rank has a part of a tensor.
+    /// Bytes actually read; less than `done` if this rank loads part of a tensor.
     pub read: u64,
-    /// Time since the begin.
+    /// Time since the start.
     pub elapsed: Duration,
-    /// Whether it is over, well or not.
+    /// Whether the load has ended, successfully or not.
     pub over: bool,
 }
 
 static OBSERVER: OnceLock<fn(Loading<'_>)> = OnceLock::new();
 
-/// From now on `observer` hears of all loads of this process, on the threads that load. Only the first
-/// that is given here does.
+/// Registers `observer` for all loads of this process; it runs on the loading threads. Only the
+/// first call has an effect.
 pub fn on_loading(observer: fn(Loading<'_>)) {
     let _ = OBSERVER.set(observer);
 }
 
-/// A load under way; over when dropped.
+/// A load in progress; it ends when dropped.
 #[derive(Debug)]
 pub(crate) struct Progress {
     dir: PathBuf,
@@ -38,7 +38,7 @@ pub(crate) struct Progress {
     done: u64,
     read: u64,
     begun: Instant,
-    /// The tensors in `done`.
+    /// The tensors counted in `done`.
     dealt_with: HashSet<String>,
 }
 
@@ -50,8 +50,8 @@ impl Progress {
         progress
     }
 
-    /// So many bytes of tensor `name` were read, which has `bytes` in all: it is dealt with once, also
-    /// where it comes in parts.
+    /// Records `read` of tensor `name`, whose stored size is `bytes`. A tensor read in parts counts
+    /// towards `done` once.
     pub(crate) fn add(&mut self, name: &str, bytes: u64, read: u64) {
         if self.dealt_with.insert(name.to_owned()) {
             self.done += bytes;

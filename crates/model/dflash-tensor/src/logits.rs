@@ -1,25 +1,25 @@
-//! From products with an output projection to logits.
+//! Converts LM-head outputs to logits.
 
 use tch::Tensor;
 
-/// What makes a target's logits of products with its output projection.
+/// Transform (bias, scale, soft cap) from LM-head outputs to target logits.
 #[derive(Debug)]
 pub struct LogitTransform {
-    /// Added to the products `[V]`.
+    /// Added first, `[V]`.
     pub bias_v: Option<Tensor>,
-    /// What they are multiplied by then.
+    /// Multiplied in second.
     pub scale: f64,
-    /// They are squeezed into this, plus and minus, last.
+    /// Soft cap c, applied last: `c * tanh(x / c)`.
     pub softcap: Option<f64>,
 }
 
 impl LogitTransform {
-    /// The products as they are.
+    /// No transform.
     pub fn identity() -> Self {
         Self { bias_v: None, scale: 1.0, softcap: None }
     }
 
-    /// The logits of products [T, V].
+    /// The logits of LM-head outputs [T, V].
     pub fn apply(&self, products_tv: Tensor) -> Tensor {
         let mut logits_tv = products_tv;
         if let Some(bias_v) = &self.bias_v {
@@ -34,14 +34,14 @@ impl LogitTransform {
         }
     }
 
-    /// The same of the products with the rows `ids_v` alone.
+    /// The transform restricted to the vocabulary rows `ids_v`.
     #[must_use]
     pub fn of_rows(&self, ids_v: &Tensor) -> Self {
         let bias_v = self.bias_v.as_ref().map(|bias_v| bias_v.index_select(0, ids_v));
         Self { bias_v, ..*self }
     }
 
-    /// Another handle to the same.
+    /// A shallow clone.
     #[must_use]
     pub fn shared(&self) -> Self {
         Self { bias_v: self.bias_v.as_ref().map(Tensor::shallow_clone), ..*self }

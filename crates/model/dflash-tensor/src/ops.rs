@@ -1,8 +1,9 @@
-//! What target and draft share: RMS norm, rotary embedding, SwiGLU, each with its gradient.
+//! Operations shared by target and draft: RMS norm, rotary embedding, SwiGLU, each with its
+//! gradient, and attention.
 //!
 //! The draft's training pass runs without autograd: it keeps what the gradients below need and
-//! calls them itself. That bounds its memory and lets it reuse buffers. The forward functions are
-//! built from differentiable operations, so that a target can also be trained with autograd.
+//! calls them itself. This bounds its memory and lets it reuse buffers. The forward functions are
+//! differentiable, so a target can also be trained with autograd.
 
 use dflash_kernels::kernels::{Kernels, RmsWeight};
 use tch::{Device, Kind, Tensor};
@@ -16,13 +17,13 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     (x_f32 * scale).to_kind(x.kind()) * weight
 }
 
-/// `1 / sqrt(mean(x^2) + eps)` over the last dimension, kept as a dimension of one.
+/// `1 / sqrt(mean(x^2) + eps)` over the last dimension, which stays with size 1.
 pub fn reciprocal_rms(x: &Tensor, eps: f64) -> Tensor {
     let kind = x.kind();
     (x.square().mean_dim([-1i64].as_slice(), true, kind) + eps).rsqrt()
 }
 
-/// Half-precision inputs are normalised in float32; float64 stays for gradient checks.
+/// The type for norm arithmetic: float32, or float64 in gradient checks.
 pub fn accumulate_kind(x: &Tensor) -> Kind {
     if x.kind() == Kind::Double { Kind::Double } else { Kind::Float }
 }
@@ -45,7 +46,7 @@ pub fn rms_norm_backward(dy: &Tensor, x: &Tensor, weight: &Tensor, eps: f64) -> 
     (dx.to_kind(x.kind()), dweight)
 }
 
-/// Cosines and sines of chosen positions, one row a position.
+/// Cosines and sines, one row per position.
 #[derive(Debug)]
 pub struct RotaryTables {
     /// [T, D/2], float32 (float64 for a float64 [`Rotary`]).
@@ -55,12 +56,12 @@ pub struct RotaryTables {
 }
 
 impl RotaryTables {
-    /// The tables of the inverse rotation, which is also the rotation's gradient.
+    /// Tables of the inverse rotation, which also computes the rotation's gradient.
     pub fn inverse(&self) -> Self {
         Self { cos_td: self.cos_td.shallow_clone(), sin_td: self.sin_td.neg() }
     }
 
-    /// The tables of the rows that `take` takes of each.
+    /// Applies `take` to both tables.
     pub fn map(&self, take: impl Fn(&Tensor) -> Tensor) -> Self {
         Self { cos_td: take(&self.cos_td), sin_td: take(&self.sin_td) }
     }
@@ -75,29 +76,29 @@ impl RotaryTables {
 #[derive(Debug)]
 pub struct Rotary {
     inverse_frequency: Tensor,
-    /// What cosines and sines are multiplied by.
+    /// Factor on cosines and sines.
     attention_factor: f64,
-    /// Which elements of a head turn together.
+    /// How a head's elements are paired for rotation.
     pub pairs: Pairs,
-    /// Other frequencies for long sequences.
+    /// Separate frequencies for long sequences (LongRoPE).
     pub long: Option<LongContext>,
 }
 
-/// Which elements of a head turn together.
+/// How a head's elements are paired for rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pairs {
-    /// One of the first half with one of the second, as in most of Hugging Face's models.
+    /// Element i with element i + D/2, as in most Hugging Face models.
     Halves,
-    /// Each even one with the next.
+    /// Element 2i with element 2i + 1.
     Neighbours,
 }
 
-/// Frequencies of sequences beyond a length.
+/// Frequencies for sequences longer than a threshold.
 #[derive(Debug)]
 pub struct LongContext {
     /// [D/2].
     pub inverse_frequency: Tensor,
-    /// Tokens of the longest sequence that is not long.
+    /// Longest sequence, in tokens, that uses the short frequencies.
     pub beyond: i64,
 }
 
@@ -112,7 +113,7 @@ impl Rotary {
         Self::of_frequencies(base.pow(&exponent).reciprocal(), 1.0, Pairs::Halves)
     }
 
-    /// Of these frequencies [D/2]; cosines and sines are multiplied by `attention_factor`.
+    /// From frequencies [D/2]; cosines and sines are multiplied by `attention_factor`.
     pub(crate) fn of_frequencies(
         inverse_frequency: Tensor,
         attention_factor: f64,
@@ -121,13 +122,13 @@ impl Rotary {
         Self { inverse_frequency, attention_factor, pairs, long: None }
     }
 
-    /// The same with other frequencies for long sequences.
+    /// Adds separate frequencies for long sequences.
     pub(crate) fn with_long(self, long: LongContext) -> Self {
         Self { long: Some(long), ..self }
     }
 
-    /// Tables of `positions` `[T]` (int64): where long sequences have frequencies of their own, these
-    /// from the first position on that only a long one has.
+    /// Tables for `positions` `[T]` (int64). With [`LongContext`], positions from `beyond` on use
+    /// the long frequencies.
     pub fn tables(&self, positions: &Tensor) -> RotaryTables {
         match &self.long {
             None => self.turned(positions, &self.inverse_frequency),
@@ -140,7 +141,7 @@ impl Rotary {
         }
     }
 
-    /// Tables of `positions` `[T]` of a long sequence.
+    /// Tables for `positions` `[T]` of a long sequence; `None` without [`LongContext`].
     pub fn long_tables(&self, positions: &Tensor) -> Option<RotaryTables> {
         self.long.as_ref().map(|long| self.turned(positions, &long.inverse_frequency))
     }
@@ -182,31 +183,31 @@ pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> Tensor {
     Tensor::cat(&[dy * up * dsilu, dy * silu], -1)
 }
 
-/// How attention scores a query and a key, beyond `q k / sqrt(D)`.
+/// Attention scores that differ from `q k / sqrt(D)`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Scores<'a> {
-    /// What products are multiplied by instead of `1 / sqrt(D)`.
+    /// Replaces `1 / sqrt(D)`.
     pub scale: Option<f64>,
-    /// The largest score c, which a score x nears as `c tanh(x / c)`.
+    /// Soft cap c: a score x becomes `c * tanh(x / c)`.
     pub softcap: Option<f64>,
-    /// A score for each head, beside those of the keys, that takes weight and gives nothing: [N, 1],
-    /// or one for each query [N, rows].
+    /// Attention sink: an extra score that takes softmax weight but has no value. One per head [N,
+    /// 1], or one per query [N, rows].
     pub sinks_nr: Option<&'a Tensor>,
 }
 
 impl Scores<'_> {
-    /// What `attend` makes where the queries of a key head's group stand in for rows of one head.
+    /// Calls `attend` with the sinks reshaped for queries folded into the rows of their key head.
     pub fn folded<T>(self, key_heads: i64, attend: impl FnOnce(Scores<'_>) -> T) -> T {
         let sinks = self.sinks_nr.map(|sinks| sinks.reshape([key_heads, -1]));
         attend(Scores { sinks_nr: sinks.as_ref(), ..self })
     }
 }
 
-/// Queries that [`scored_attention`] takes at once: scores of all keys are in memory for so many.
+/// Query chunk of [`scored_attention`], whose scores over all keys are in memory at once.
 const SCORED_QUERIES: i64 = 256;
 
-/// As [`attention`], with any scores: of `q` [batch, heads, rows, D] over `k` [batch, key heads,
-/// columns, D] and `v` [batch, key heads, columns, E].
+/// [`attention`] with custom scores: `q` [batch, heads, rows, D], `k` [batch, key heads, columns,
+/// D], `v` [batch, key heads, columns, E].
 pub fn scored_attention(
     q: &Tensor,
     k: &Tensor,
@@ -264,8 +265,8 @@ pub fn scored_attention(
 }
 
 /// Scaled dot-product attention of `q` [batch, heads, rows, D] over `k` and `v` [batch, key heads,
-/// columns, D], a whole number of heads to a key head, under a mask or causal. libtorch picks its
-/// kernel for the device, or on the portable path the one that every device has.
+/// columns, D], masked or causal; heads are a multiple of key heads. libtorch picks the kernel; on
+/// the portable path it uses one that exists on every device.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -277,7 +278,7 @@ pub fn attention(
     scaled_attention(q, k, v, mask, is_causal, None, kernels)
 }
 
-/// As [`attention`], scaled by `1 / sqrt(D)` unless said otherwise.
+/// [`attention`] with an optional scale instead of `1 / sqrt(D)`.
 fn scaled_attention(
     q: &Tensor,
     k: &Tensor,
@@ -304,7 +305,7 @@ fn scaled_attention(
         .0;
     }
     if groups > 1 && q.requires_grad() {
-        // The CPU kernel's backward pass wants as many key heads as query heads.
+        // The CPU kernel's backward pass needs as many key heads as query heads.
         let repeat = |x: &Tensor| x.repeat_interleave_self_int(groups, 1, None);
         let (k, v) = (repeat(k), repeat(v));
         return Tensor::scaled_dot_product_attention(q, &k, &v, mask, 0.0, is_causal, scale, false);
@@ -312,16 +313,16 @@ fn scaled_attention(
     Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale, groups > 1)
 }
 
-/// Cached rows in `kind` with the head dimension's elements side by side, as attention takes them: a
-/// copy where the cache holds them for the compiled passes.
+/// Cached rows in `kind` with a contiguous last dimension. Copies if the cache uses the layout of
+/// the compiled passes.
 pub fn dense(x: &Tensor, kind: Kind) -> Tensor {
     let x = x.to_kind(kind);
     if x.stride().last() == Some(&1) { x } else { x.contiguous() }
 }
 
-/// The column of the largest of each row of `logits_rv` [R, V], `[R]`; of equal ones the first.
+/// Argmax of each row of `logits_rv` [R, V], `[R]`; the first of equal logits wins.
 pub fn most_likely(logits_rv: &Tensor) -> Tensor {
-    // Three to four times as fast as argmax on CPU: only this reduction is vectorised there.
+    // Three to four times as fast as argmax on a CPU, where only this reduction is vectorised.
     logits_rv.max_dim(-1, false).1
 }
 
@@ -333,8 +334,7 @@ pub fn head_norm_rope(x: &Tensor, weight: &Tensor, eps: f64, tables: &RotaryTabl
 }
 
 /// Gradient of [`head_norm_rope`] for `dy_thd` [T, heads, D]: (`dx` [T, heads * D], `dweight`).
-///
-/// `inverse` are the forward tables' inverse.
+/// `inverse` holds the inverse of the forward tables.
 pub fn head_norm_rope_backward(
     dy_thd: &Tensor,
     x: &Tensor,

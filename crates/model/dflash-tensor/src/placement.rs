@@ -1,4 +1,4 @@
-//! From what the user asks for to a device of this machine and the kind to compute in.
+//! Maps the `--device` and `--dtype` settings to a device and a type on this machine.
 
 use std::path::Path;
 
@@ -7,18 +7,18 @@ use dflash_torch_sys::{CudaLibrary, opened_cuda, trace};
 use tch::kind::Element;
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// There wherever NVIDIA's kernel driver is loaded, in containers too.
+/// Exists wherever NVIDIA's kernel driver is loaded, including in containers.
 const DEVICE_NODE: &str = "/dev/nvidiactl";
-/// Which GPUs a process may see, by number or name; what it names none by hides them all.
+/// GPUs visible to the process, by number or name; an invalid first entry hides all.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// The device that is asked for, and the kind of weights and activations on it: bfloat16 on a GPU
-/// and float32 on a CPU, unless `dtype` says otherwise. `local` is the number of this process among
-/// those of the machine that each take a GPU.
+/// The requested device and the type of weights and activations: bfloat16 on a GPU and float32 on a
+/// CPU, unless `dtype` says otherwise. `local` is the index of this process among those on the
+/// machine that use one GPU each.
 ///
 /// # Errors
-/// A GPU that libtorch does not see; `auto` on a machine whose GPUs it does not see, which would
-/// otherwise compute on the CPU without a word.
+/// A GPU that libtorch does not see. Also `auto` on a machine whose GPUs libtorch does not see,
+/// which would otherwise silently compute on the CPU.
 pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<(Device, Kind), Invalid> {
     let device = Gpus::here().device(asked, local)?;
     let kind = match (dtype, device) {
@@ -28,7 +28,7 @@ pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<(Device, Kind),
     Ok((device, kind))
 }
 
-/// How many processes on a GPU of their own `asked` has room for; `None` on a CPU.
+/// How many one-GPU processes `asked` has room for; `None` on a CPU.
 ///
 /// # Errors
 /// As [`place`].
@@ -36,19 +36,19 @@ pub fn gpus_for(asked: Asked) -> Result<Option<usize>, Invalid> {
     let gpus = Gpus::here();
     match gpus.device(asked, 0) {
         Ok(Device::Cpu) => Ok(None),
-        // With none the caller says so in its own words.
+        // Without any GPU, the caller reports the error.
         Err(error) if asked == Asked::Auto => Err(error),
         _ => Ok(Some(gpus.seen)),
     }
 }
 
-/// The machine's GPUs, and what of them libtorch sees.
+/// The machine's GPUs, and how many libtorch sees.
 #[derive(Debug)]
 struct Gpus {
     seen: usize,
-    /// Whether the machine has some that nobody hides from this process.
+    /// Whether the machine has GPUs that are not hidden from this process.
     are_there: bool,
-    /// What became of libtorch's CUDA half.
+    /// Result of loading libtorch's CUDA library.
     library: Option<CudaLibrary>,
 }
 
@@ -71,7 +71,7 @@ impl Gpus {
         }
     }
 
-    /// Why no GPU, or not this one, can be used, and what to do.
+    /// Why no GPU, or not this one, is usable, and the remedy.
     fn why_not(&self) -> String {
         let seen = self.seen;
         if seen > 0 || !self.are_there {
@@ -101,15 +101,15 @@ impl Gpus {
     }
 }
 
-/// Whether there are GPUs: the driver's device node, and a list of visible ones, if any, that does not
-/// begin with what is no GPU.
+/// Whether there are visible GPUs: the driver's device node exists, and `visible`, if set, does not
+/// start with an invalid entry.
 fn are_there(node: &Path, visible: Option<&str>) -> bool {
     let first = visible.map(|list| list.split(',').next().unwrap_or("").trim());
     let hidden = first.is_some_and(|first| ["", "-1", "NoDevFiles", "void"].contains(&first));
     node.exists() && !hidden
 }
 
-/// A device as flags name it, such as `cpu` or `cuda:1`.
+/// A device as the flags spell it, such as `cpu` or `cuda:1`.
 pub fn device_name(device: Device) -> String {
     match device {
         Device::Cpu => "cpu".to_owned(),
@@ -119,7 +119,7 @@ pub fn device_name(device: Device) -> String {
     }
 }
 
-/// A kind of numbers as flags name it, such as `bfloat16`.
+/// A type as the flags spell it, such as `bfloat16`.
 pub fn kind_name(kind: Kind) -> String {
     match kind {
         Kind::Float => "float32".to_owned(),
@@ -129,24 +129,24 @@ pub fn kind_name(kind: Kind) -> String {
     }
 }
 
-/// `values` on `device`, one-dimensional. A GPU copies them from pinned memory when it comes to that, and
-/// nothing waits for it.
+/// `values` as a one-dimensional tensor on `device`. Copies to a GPU are asynchronous, from pinned
+/// memory.
 pub fn upload<T: Element>(values: &[T], device: Device) -> Tensor {
     let host = Tensor::from_slice(values);
     let Device::Cuda(_) = device else { return host.to_device(device) };
     let kind = host.kind();
-    // A fake CUDA device takes any memory for pinned. Else libtorch keeps pinned memory that is dropped
-    // until the copies from it are done.
+    // A fake CUDA device accepts any memory as pinned. Otherwise libtorch keeps freed pinned memory
+    // until its pending copies are done.
     let host = if trace::is_fake_cuda() { host } else { host.internal_pin_memory(device) };
     host.to_device_(device, kind, true, false)
 }
 
-/// The kernel's high-water mark of this process's resident memory, MiB.
+/// Peak resident memory of this process, MiB.
 pub fn peak_resident_mib() -> Option<f64> {
     status_mib("VmHWM:")
 }
 
-/// This process's resident memory, MiB.
+/// Resident memory of this process, MiB.
 pub fn resident_mib() -> Option<f64> {
     status_mib("VmRSS:")
 }
@@ -185,7 +185,7 @@ mod tests {
         assert!(refused.starts_with("--device is cuda:99, but "), "{refused}");
     }
 
-    /// A device node that is there, for which any file will do, and libtorch without a device.
+    /// The device node exists (any file will do), and libtorch sees no device.
     #[test]
     fn gpus_that_libtorch_does_not_see_are_not_passed_over() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
-//! The kinds of rotary embedding that families have, and how config.json says them.
+//! Rotary embeddings as read from config.json.
 //!
-//! A [`Rope`] says which elements of a head turn, in which pairs, and how fast; [`Rope::rotary`] makes
-//! the frequencies by Transformers' own formulas (`modeling_rope_utils.py`), in float32 and in the same
-//! order of operations.
+//! A [`Rope`] holds which elements of a head rotate, how they are paired, and how frequencies are
+//! scaled. [`Rope::rotary`] computes the frequencies with Transformers' formulas
+//! (`modeling_rope_utils.py`), in float32 and in the same order of operations.
 
 use dflash_formats::fields::Fields;
 use serde_json::{Value, json};
@@ -11,16 +11,16 @@ use tch::{Device, Kind, Tensor};
 use crate::ops::{LongContext, Pairs, Rotary};
 use crate::{Error, Result};
 
-/// One rotary embedding of a target.
+/// A target's rotary embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
     /// Width of a head.
     pub head_dim: i64,
-    /// Elements of a head that are rotated, the first ones; even.
+    /// Number of leading elements of a head that rotate; even.
     pub rotated: i64,
-    /// Which elements turn together.
+    /// How elements are paired.
     pub pairs: Pairs,
     /// How the frequencies differ from `theta^(-2i / rotated)`.
     pub scaling: Scaling,
@@ -31,21 +31,22 @@ pub struct Rope {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scaling {
     None,
-    /// All frequencies divided.
+    /// All frequencies divided by `factor`.
     Linear {
         factor: f64,
     },
     Llama3(Llama3Scaling),
-    /// Low frequencies divided, high ones kept, a ramp between, and queries and keys stretched.
+    /// Low frequencies divided, high ones kept, with a ramp between; rotated queries and keys
+    /// scaled.
     Yarn(Yarn),
-    /// Frequencies divided each by its own factor, of which there are two sets.
+    /// Each frequency divided by its own factor, from the short or the long list.
     LongRope {
         short_factor: Vec<f64>,
         long_factor: Vec<f64>,
         original_max_position_embeddings: i64,
         attention_factor: f64,
     },
-    /// The first pairs of the whole head turn, by this share of them; the rest keeps still.
+    /// Only the share `turning` of all pairs rotates, the first ones; the rest stay unrotated.
     Proportional {
         turning: f64,
         factor: f64,
@@ -55,13 +56,13 @@ pub enum Scaling {
 /// Parameters of the `llama3` RoPE type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3Scaling {
-    /// Stretch of the lowest frequencies.
+    /// Divisor of the lowest frequencies.
     pub factor: f64,
-    /// Frequencies of fewer turns than this over the original context are stretched in full.
+    /// Frequencies with fewer turns than this over the original context are divided in full.
     pub low_freq_factor: f64,
-    /// Frequencies of more turns than this are left alone.
+    /// Frequencies with more turns than this are kept.
     pub high_freq_factor: f64,
-    /// The context length the model was first trained with.
+    /// The context length of the original training.
     pub original_max_position_embeddings: i64,
 }
 
@@ -74,24 +75,24 @@ pub struct Yarn {
     pub beta_slow: f64,
     pub truncate: bool,
     pub original_max_position_embeddings: i64,
-    /// What rotated queries and keys are multiplied by.
+    /// Factor on rotated queries and keys.
     pub attention_factor: f64,
 }
 
-/// Where the keys of a rotary embedding are, and what holds where they are not written.
+/// The configuration keys of a rotary embedding, with defaults for absent ones.
 #[derive(Debug)]
 pub struct RopeKeys<'a> {
     /// The text model's keys.
     pub text: &'a Fields,
-    /// Those of `rope_parameters` or `rope_scaling`, of this kind of layer.
+    /// `rope_parameters` or `rope_scaling` for this type of layer.
     pub parameters: Option<Fields>,
     /// Width of a head.
     pub head_dim: i64,
-    /// The base, where no key says it.
+    /// Default base.
     pub theta: f64,
-    /// The rotated share of a head, where no key says it.
+    /// Default rotated share of a head.
     pub partial: f64,
-    /// Which elements turn together.
+    /// How elements are paired.
     pub pairs: Pairs,
 }
 
@@ -101,8 +102,7 @@ pub fn rope_parameters(text: &Fields) -> Result<Option<Fields>> {
 }
 
 impl<'a> RopeKeys<'a> {
-    /// Those of `text`, where a model whose config says nothing turns the whole head, in halves, by
-    /// Llama's base.
+    /// The keys of `text`. By default the whole head rotates, in halves, with Llama's base.
     pub fn of(text: &'a Fields, head_dim: i64) -> Result<Self> {
         let parameters = rope_parameters(text)?;
         let (theta, partial, pairs) = (10_000.0, 1.0, Pairs::Halves);
@@ -111,16 +111,16 @@ impl<'a> RopeKeys<'a> {
 }
 
 impl Rope {
-    /// The whole head, in halves, by the base alone.
+    /// Unscaled, whole head, paired in halves.
     pub fn plain(theta: f64, head_dim: i64) -> Self {
         let (pairs, scaling) = (Pairs::Halves, Scaling::None);
         Self { theta, head_dim, rotated: head_dim, pairs, scaling }
     }
 
-    /// What config.json says.
+    /// Reads the embedding from config.json.
     ///
     /// # Errors
-    /// A RoPE type that we do not know, a number that it needs and lacks.
+    /// An unknown RoPE type, a missing or invalid number.
     pub fn read(keys: RopeKeys<'_>) -> Result<Self> {
         let RopeKeys { text, ref parameters, head_dim, theta, partial, pairs } = keys;
         let number = |key: &str| match parameters.as_ref().map(|fields| fields.number(key)) {
@@ -147,15 +147,15 @@ impl Rope {
         Ok(Self { theta, head_dim, rotated, pairs, scaling })
     }
 
-    /// Whether all of a head turns, in sequences of any length by the same frequencies.
+    /// Whether the whole head rotates, with the same frequencies at every sequence length.
     pub fn turns_alike(&self) -> bool {
         !matches!(self.scaling, Scaling::LongRope { .. } | Scaling::Proportional { .. })
     }
 
-    /// `rope_parameters` of config.json.
+    /// As `rope_parameters` of config.json.
     ///
     /// # Panics
-    /// For types that no target that is saved here has.
+    /// For types that no target saved by this program has.
     pub fn to_json(&self) -> Value {
         let mut json = match &self.scaling {
             Scaling::None => json!({ "rope_type": "default" }),
@@ -182,7 +182,7 @@ impl Rope {
         json
     }
 
-    /// Its frequencies, on `device`.
+    /// The frequencies, on `device`.
     pub fn rotary(&self, device: Device) -> Rotary {
         let powers = powers(self.rotated, self.theta, device);
         let plain = || powers.reciprocal();
@@ -221,18 +221,18 @@ fn powers(rotated: i64, theta: f64, device: Device) -> Tensor {
     Tensor::from(theta as f32).to_device(device).pow(&exponent)
 }
 
-/// `1 / (factor * power)` of each.
+/// `1 / (factor * power)`, elementwise.
 fn divided(powers: &Tensor, factors: &[f64]) -> Tensor {
     let factors: Vec<f32> = factors.iter().map(|&factor| factor as f32).collect();
     (Tensor::from_slice(&factors).to_device(powers.device()) * powers).reciprocal()
 }
 
-/// The type under `rope_type`, or `type` as configs before 2024 call it, with its parameters.
+/// Reads the type from `rope_type` (`type` before 2024) and its parameters.
 fn scaling(text: &Fields, parameters: &Fields, rotated: i64, partial: f64) -> Result<Scaling> {
     let key = if parameters.has("rope_type") { "rope_type" } else { "type" };
     let required = |key| parameters.required(key, Fields::number);
     match parameters.text(key)?.as_deref() {
-        // M-RoPE's sections differ for images alone; with text all have the same position.
+        // M-RoPE's sections differ only for images; text tokens have equal positions.
         None | Some("default" | "mrope") => Ok(Scaling::None),
         Some("linear") => Ok(Scaling::Linear { factor: required("factor")? }),
         Some("llama3") => Ok(Scaling::Llama3(Llama3Scaling {
@@ -255,14 +255,14 @@ fn scaling(text: &Fields, parameters: &Fields, rotated: i64, partial: f64) -> Re
     }
 }
 
-/// The context that the model was first trained with.
+/// The context length of the original training.
 fn original(text: &Fields, parameters: &Fields) -> Result<i64> {
     const KEY: &str = "original_max_position_embeddings";
     let found = text.size(KEY)?.or(parameters.size(KEY)?).or(text.size("max_position_embeddings")?);
     found.ok_or_else(|| parameters.refuse(KEY, "it is needed"))
 }
 
-/// `factor`, or how much longer the context is than the first one.
+/// `factor`, or the ratio of the context length to the original one.
 fn stretch(text: &Fields, parameters: &Fields, original: i64) -> Result<f64> {
     if let Some(factor) = parameters.number("factor")? {
         return Ok(factor);
@@ -295,7 +295,7 @@ fn longrope(text: &Fields, parameters: &Fields, rotated: i64) -> Result<Scaling>
     })
 }
 
-/// Yarn's stretch of scores for a context `factor` times as long.
+/// YaRN's attention scaling for a context `factor` times as long.
 pub fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
@@ -319,11 +319,11 @@ impl Yarn {
         })
     }
 
-    /// Of `powers` of the base `theta` [rotated / 2].
+    /// Frequencies for `powers` [rotated / 2] of the base `theta`.
     fn frequencies(&self, powers: &Tensor, theta: f64) -> Tensor {
         let rotated = 2.0 * powers.size()[0] as f64;
         let original = self.original_max_position_embeddings as f64;
-        // The index of the pair that turns so often over the original context.
+        // The index of the pair that makes `turns` turns over the original context.
         let pair = |turns: f64| {
             rotated * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
         };
@@ -342,7 +342,7 @@ impl Yarn {
     }
 }
 
-/// Llama 3's frequencies: low ones divided by the factor, high ones kept, a ramp between.
+/// Llama 3's scaling: low frequencies divided by the factor, high ones kept, a ramp between.
 fn scale_frequencies(scaling: &Llama3Scaling, inverse_frequency: &Tensor) -> Tensor {
     let Llama3Scaling { factor, low_freq_factor, high_freq_factor, .. } = *scaling;
     let context = scaling.original_max_position_embeddings as f64;

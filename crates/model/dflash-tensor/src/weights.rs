@@ -1,8 +1,8 @@
-//! Safetensors of a Hugging Face directory: one file or shards behind an index.
+//! Safetensors of a Hugging Face directory: one file, or shards with an index.
 //!
-//! Tensors are copied in pieces, straight from the mapped file into their destination, so loading needs
-//! little more than the memory of the model, and of a GPU's next to none of the host. A file that shrinks
-//! or fails while it is read is an error with a name, not a SIGBUS.
+//! Tensors are copied in pieces from the mapped file to their destination, so loading needs little
+//! more memory than the model itself, and almost no host memory for a GPU's part. A file that
+//! shrinks or fails during reading gives a named error instead of SIGBUS.
 
 mod quantised;
 
@@ -19,18 +19,18 @@ use super::loading::Progress;
 use crate::checkpoint::{TensorFile, pieces};
 use crate::{Error, Result};
 
-/// The checkpoint's name of the embedding, of a target that runs natively.
+/// Name of the embedding tensor of native targets, without prefix.
 pub const EMBEDDING: &str = "embed_tokens.weight";
-/// What the names of the text model begin with, where it is all there is.
+/// Tensor name prefix of plain text models.
 pub const DEFAULT_PREFIX: &str = "model.";
-/// The checkpoint's name of the lm_head, a projection.
+/// Name of the lm_head in plain text models.
 pub const LM_HEAD: &str = "lm_head";
 
-/// The prefixes of the text model within released checkpoints.
+/// Prefixes of the text model in released checkpoints.
 const PREFIXES: [&str; 4] =
     [DEFAULT_PREFIX, "model.language_model.", "language_model.model.", "language_model."];
 
-/// The names of the lm_head.
+/// Names of the lm_head in released checkpoints.
 const LM_HEADS: [&str; 2] = [LM_HEAD, "language_model.lm_head"];
 
 /// The tensors of a model directory, located but not yet read.
@@ -38,24 +38,24 @@ const LM_HEADS: [&str; 2] = [LM_HEAD, "language_model.lm_head"];
 pub struct Weights {
     dir: PathBuf,
     shards: Vec<Shard>,
-    /// Tensor name to the shard that holds it.
+    /// Maps a tensor name to the index of its shard.
     shard_of: HashMap<String, usize>,
-    /// How far the load is that these are opened for.
+    /// Progress of the current load.
     progress: Mutex<Option<Progress>>,
-    /// What shares a scale, where matrices are in fp8.
+    /// Scale block size of fp8 matrices.
     block: OnceLock<quantised::Block>,
 }
 
-/// Some rows of a stored tensor: of its first dimension.
+/// A selection of rows (dimension 0) of a stored tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
-    /// How many there are.
+    /// Number of rows of the stored tensor.
     pub whole: i64,
-    /// Those that are wanted, in the order in which they will lie.
+    /// The selected rows, in destination order.
     pub own: Vec<Range<i64>>,
 }
 
-/// A file of the directory, opened when a tensor in it is first asked for.
+/// A file of the directory, opened on first use.
 #[derive(Debug)]
 struct Shard {
     name: String,
@@ -63,12 +63,11 @@ struct Shard {
 }
 
 impl Weights {
-    /// Opens `model.safetensors`, or reads which shard holds what from `model.safetensors.index.json`.
-    /// Shards are opened when a tensor in them is first asked for, so those whose tensors nobody needs
-    /// may be absent.
+    /// Opens `model.safetensors`, or reads the index `model.safetensors.index.json`. Shards are
+    /// opened on first use, so shards without needed tensors may be absent.
     ///
     /// # Errors
-    /// Neither file is there, or the file is damaged or shorter than its header says.
+    /// Neither file exists, or the file is damaged or truncated.
     pub fn open(dir: &Path) -> Result<Self> {
         let single = dir.join(SINGLE);
         if single.is_file() {
@@ -93,11 +92,10 @@ impl Weights {
         Ok(Self { dir: dir.into(), shards, shard_of, progress, block })
     }
 
-    /// Copies tensor `name` into `destination`, converting to its kind and device.
+    /// Copies tensor `name` into `destination`, converting to its type and device.
     ///
     /// # Errors
-    /// The tensor is missing, is of a type we do not read, or has another shape than
-    /// `destination`.
+    /// The tensor is missing, has an unsupported type, or its shape differs from `destination`.
     pub fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
         let shard = self.shard(name)?;
         if self.is_fp8(name)? {
@@ -109,8 +107,9 @@ impl Weights {
         self.count(name, shard.bytes_of(name)?)
     }
 
-    /// Copies a part of tensor `name` into `destination`, converting to its kind and device: of the
-    /// dimension `dim` what begins at `start` and is as long as the destination's, of the others all.
+    /// Copies a slice of tensor `name` into `destination`, converting to its type and device. The
+    /// slice starts at `start` in dimension `dim`, is as long as the destination there, and spans
+    /// all other dimensions.
     ///
     /// # Errors
     /// As [`Self::read_into`].
@@ -131,7 +130,7 @@ impl Weights {
         self.count(name, whole / elements.max(1) * destination.numel() as u64)
     }
 
-    /// Copies `rows` of tensor `name` into `destination`, converting to its kind and device.
+    /// Copies `rows` of tensor `name` into `destination`, converting to its type and device.
     ///
     /// # Errors
     /// As [`Self::read_into`].
@@ -156,12 +155,11 @@ impl Weights {
         self.count(name, whole / elements.max(1) * destination.numel() as u64)
     }
 
-    /// Begins a load of the tensors that `wanted` picks: makes sure that their shards are there and that
-    /// we read what they are stored in, and
-    /// tells the program how far it is from now on (see [`super::on_loading`]).
+    /// Starts a load of the tensors that `wanted` selects: checks that their shards exist and their
+    /// types are supported, and starts progress reports (see [`super::on_loading`]).
     ///
     /// # Errors
-    /// A missing or damaged shard that holds one of them.
+    /// A needed shard is missing or damaged.
     pub fn begin_load(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
         self.check_quantization()?;
         let names = self.shard_of.keys().filter(|name| wanted(name));
@@ -175,7 +173,7 @@ impl Weights {
         self.shard(name)?.bytes_of(name)
     }
 
-    /// Notes that so many bytes of tensor `name` were read.
+    /// Adds `read` bytes of tensor `name` to the progress.
     pub(super) fn count(&self, name: &str, read: u64) -> Result<()> {
         let whole = self.bytes_of(name)?;
         if let Some(progress) = self.progress().as_mut() {
@@ -203,13 +201,13 @@ impl Weights {
     /// Whether tensor `name` is stored in bfloat16.
     ///
     /// # Errors
-    /// The tensor is missing, or holds no numbers that a weight could be.
+    /// The tensor is missing or has a non-weight type.
     pub fn is_bfloat16(&self, name: &str) -> Result<bool> {
         Ok(!self.is_fp8(name)? && self.shard(name)?.readable_kind(name)? == Kind::BFloat16)
     }
 
-    /// Whether bfloat16 holds all numbers of the matrices that `wanted` picks without a loss, which is so
-    /// where they are stored in it. Others are looked at up to the first number for which it is not so.
+    /// Whether the matrices that `wanted` selects fit bfloat16 without loss: they are stored in it,
+    /// or every value converts exactly.
     ///
     /// # Errors
     /// As [`Self::read_into`].
@@ -237,7 +235,7 @@ impl Weights {
         LM_HEADS.iter().find(own).copied().unwrap_or(LM_HEAD)
     }
 
-    /// What the names of the text model begin with.
+    /// The text model's tensor name prefix.
     pub fn prefix(&self) -> &'static str {
         let has = |prefix: &&&str| self.shard_of.contains_key(&format!("{prefix}{EMBEDDING}"));
         PREFIXES.iter().find(has).copied().unwrap_or(DEFAULT_PREFIX)
@@ -260,11 +258,11 @@ impl Weights {
             return Err(Error::MissingShard { dir, shard, tensor: name.into() });
         }
         let file = TensorFile::open(&path)?;
-        // Another thread may have opened it meanwhile; either will do.
+        // Another thread may have opened it meanwhile; either result is fine.
         Ok(shard.file.get_or_init(|| file))
     }
 
-    /// Tensor `name` of the given shape, as [`Self::read_into`] reads it.
+    /// Reads tensor `name` of the given shape, as [`Self::read_into`] does.
     pub fn read(&self, name: &str, shape: &[i64], options: (Kind, Device)) -> Result<Tensor> {
         let tensor = Tensor::empty(shape, options);
         self.read_into(name, &tensor)?;
@@ -273,7 +271,7 @@ impl Weights {
 }
 
 impl Rows {
-    /// Whether they are all rows in their order.
+    /// Whether these are all rows in their stored order.
     fn is_all(&self) -> bool {
         let mut end = 0;
         let follows = |own: &Range<i64>| own.start == std::mem::replace(&mut end, own.end);

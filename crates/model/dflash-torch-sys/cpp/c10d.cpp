@@ -1,9 +1,8 @@
-// What Rust needs of libtorch beyond tch: its version, c10d's store, the gloo process group.
-// `src/ffi.rs` declares the same functions.
+// libtorch features beyond tch: version, c10d store, gloo process group. Declared in `src/ffi.rs`.
 //
-// A function that can fail returns null, or a message from malloc that the caller frees. No
-// exception leaves a function: each is one call inside `guarded` of guarded.h. Text goes in as
-// pointer and length, so that it need not end in NUL.
+// A fallible function returns null or a malloc'ed message that the caller frees. Each is one call
+// inside `guarded` of guarded.h, so no exception escapes. Text is passed as pointer and length,
+// without a NUL terminator.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -45,7 +44,7 @@ std::string owned(DflashText text) {
   return std::string(text.data, text.length);
 }
 
-// Starts one collective and hands its work out.
+// Starts a collective and returns its work.
 template <typename Start>
 char* started(DflashWork** work, Start&& start) noexcept {
   return guarded([&] { *work = new DflashWork{start()}; });
@@ -55,23 +54,22 @@ char* started(DflashWork** work, Start&& start) noexcept {
 
 extern "C" {
 
-// Keeps libtorch from writing to stderr by itself, in this process and from now on: what c10d logs
-// with a stack trace it throws as well.
+// Stops libtorch from logging to stderr: what c10d logs with a stack trace it also throws.
 void dflash_quiet_logs() {
   FLAGS_caffe2_log_level = c10::GLOG_FATAL;
 }
 
-// Whether products of float32 matrices on the CPU round their factors to bfloat16, in this process
-// and from now on; sums stay float32.
+// Sets whether float32 matrix products on the CPU round their factors to bfloat16, for the whole
+// process; sums stay float32.
 char* dflash_multiply_in_bf16(bool rounded) {
   return guarded(
       [&] { at::globalContext().setFloat32MatmulPrecision(rounded ? "medium" : "highest"); });
 }
 
-// The most bytes that tensors on the GPU of this index have taken at one time.
+// Peak bytes of tensors on the GPU `index`.
 char* dflash_peak_device_bytes(int32_t index, int64_t* bytes) {
   return guarded([&] {
-    // Registered by the CUDA library when it is loaded; there is nothing to link.
+    // The CUDA library registers it when loaded; there is nothing to link.
     auto* allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
     const auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index));
     const auto aggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -79,14 +77,14 @@ char* dflash_peak_device_bytes(int32_t index, int64_t* bytes) {
   });
 }
 
-// The build report of the libtorch in this process, from malloc.
+// The build report of the loaded libtorch, malloc'ed.
 char* dflash_show_config(char** report) {
   return guarded([&] { *report = duplicate(at::show_config()); });
 }
 
-// With `is_server` the store listens on `*port` (0: any free one) on all interfaces, or takes over
-// `listener`, a socket bound to that port, where it is not negative. `*port` is the one in use
-// afterwards.
+// With `is_server` the store listens on `*port` (0 for any free one) on all interfaces, or takes
+// over `listener`, a socket bound to that port, unless it is negative. `*port` is set to the port
+// in use.
 char* dflash_store_tcp(DflashText host, uint16_t* port, bool is_server, int32_t listener,
                        int64_t timeout_ms, DflashStore** store) {
   return guarded([&] {
@@ -96,7 +94,7 @@ char* dflash_store_tcp(DflashText host, uint16_t* port, bool is_server, int32_t 
     if (listener >= 0) {
       options.masterListenFd = listener;
     }
-    // Waiting for all workers is left to the rendezvous, which can name those that are missing.
+    // The rendezvous waits for all workers, since it can name missing ones.
     options.waitWorkers = false;
     options.timeout = std::chrono::milliseconds(timeout_ms);
     auto tcp = c10::make_intrusive<c10d::TCPStore>(owned(host), options);
@@ -119,11 +117,11 @@ char* dflash_store_set(const DflashStore* store, DflashText key, DflashText valu
   });
 }
 
-// Blocks until the key is there or the store's timeout; `*value` is from malloc.
+// Blocks until the key is set or the store's timeout; `*value` is malloc'ed.
 char* dflash_store_get(const DflashStore* store, DflashText key, char** value, size_t* length) {
   return guarded([&] {
     const std::vector<uint8_t> found = store->store->get(owned(key));
-    // One byte more than needed: malloc(0) may be null.
+    // One extra byte, since malloc(0) may return null.
     *value = static_cast<char*>(std::malloc(found.size() + 1));
     std::memcpy(*value, found.data(), found.size());
     *length = found.size();
@@ -142,7 +140,7 @@ void dflash_store_free(DflashStore* store) {
   delete store;
 }
 
-// `bind` is an interface's name where `bind_is_interface`, else a host or address.
+// `bind` is an interface name if `bind_is_interface`, otherwise a host or address.
 char* dflash_group_gloo(const DflashStore* store, int32_t rank, int32_t size, DflashText bind,
                         bool bind_is_interface, int64_t timeout_ms, DflashGroup** group) {
   return guarded([&] {
@@ -160,7 +158,7 @@ void dflash_group_free(DflashGroup* group) {
   delete group;
 }
 
-// `maximum` chooses MAX, else SUM. In place.
+// In place; MAX if `maximum`, otherwise SUM.
 char* dflash_group_all_reduce(const DflashGroup* group, const at::Tensor* tensor, bool maximum,
                               DflashWork** work) {
   return started(work, [&] {
@@ -181,7 +179,7 @@ char* dflash_group_broadcast(const DflashGroup* group, const at::Tensor* tensor,
   });
 }
 
-// `output` has size * input.numel() elements, in the order of the ranks.
+// `output` has size * input.numel() elements, in rank order.
 char* dflash_group_all_gather(const DflashGroup* group, at::Tensor* output, at::Tensor* input,
                               DflashWork** work) {
   return started(work, [&] { return group->group->_allgather_base(*output, *input); });
@@ -197,13 +195,13 @@ char* dflash_group_barrier(const DflashGroup* group, DflashWork** work) {
   return started(work, [&] { return group->group->barrier(); });
 }
 
-// `*pending`: the wait ended before the work did.
+// Sets `*pending` if the wait timed out.
 char* dflash_work_wait(const DflashWork* work, int64_t timeout_ms, bool* pending) {
   return guarded([&] {
     try {
       work->work->wait(std::chrono::milliseconds(timeout_ms));
     } catch (...) {
-      // c10d reports a wait that ran out and a work that failed alike, by throwing.
+      // c10d throws both when a wait times out and when the work fails.
       *pending = !work->work->isCompleted();
       if (!*pending && !work->work->isSuccess()) {
         throw;

@@ -1,5 +1,4 @@
-// The files that only hand calls on to libtorch, compiled as one: its headers take the compiler
-// seconds for each file, and their lines take it none.
+// Thin wrappers of libtorch calls in one file: parsing libtorch's headers takes seconds each time.
 #include "device.cpp"
 #include "flash.cpp"
 #include "interval.cpp"

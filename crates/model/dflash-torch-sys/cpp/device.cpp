@@ -1,6 +1,6 @@
-// What our own kernels and products on a GPU need of libtorch beside tensors, dispatched by name, so
-// that nothing of its CUDA half is linked. `src/ffi.rs` and the kernels' `src/gpu/product.rs` declare the
-// same functions; failures are those of guarded.h.
+// Further libtorch functions for our GPU kernels and products, called through the dispatcher so
+// that CUDA is not linked. Declared in `src/ffi.rs` and in the kernels' `src/gpu/product.rs`;
+// errors are those of guarded.h.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -10,7 +10,7 @@
 
 extern "C" {
 
-// cuDNN's attention builds a plan for each new length, which decoding has at every step: 0.4 s each.
+// cuDNN attention builds a plan for each new length, i.e. at every decoding step: 0.4 s each.
 void dflash_leave_out_cudnn_attention() { at::globalContext().setSDPUseCuDNN(false); }
 
 bool dflash_uses_cudnn_attention() { return at::globalContext().userEnabledCuDNNSDP(); }
@@ -24,7 +24,7 @@ char* dflash_current_stream(int32_t index, void** stream) {
   });
 }
 
-// sum += left right, of half precision into float32, which the product adds up in.
+// sum += left right, half-precision factors accumulated in float32.
 char* dflash_add_product(const at::Tensor* sum, const at::Tensor* left, const at::Tensor* right) {
   return guarded([&] {
     at::Tensor out = *sum;

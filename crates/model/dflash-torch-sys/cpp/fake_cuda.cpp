@@ -1,12 +1,13 @@
 // A fake CUDA device: tensors on cuda:0 with shapes, strides and storages, but without data.
 //
-// Each operator that libtorch would hand to its CUDA kernels comes here instead. Its shapes are
-// worked out on the meta device, and what it would read, write and compute is written down. What
-// would wait for the GPU to read a value, and tensors of two devices, are errors that name the
-// operator. Views share their storage, so the bytes that are alive are those that a GPU would hold.
+// Operators that libtorch would dispatch to CUDA kernels arrive here instead. Their shapes are
+// computed on the meta device, and what they would read, write and compute is recorded. Waiting for
+// a value, or mixing devices, is an error that names the operator. Views share storage, so live
+// bytes are those that a GPU would hold.
 //
-// Small integers that are copied from the host stay known: lengths of sequences decide arithmetic.
-// `src/fake_cuda.rs` declares the same structs and functions; failures are those of guarded.h.
+// Small integers copied from the host stay known, because sequence lengths determine the
+// arithmetic. `src/fake_cuda.rs` declares the same structs and functions; errors are those of
+// guarded.h.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
@@ -28,9 +29,9 @@
 
 #include "guarded.h"
 
-// One thing that a GPU would be asked to do, as src/fake_cuda.rs lays it out.
+// One unit of GPU work, laid out as in src/fake_cuda.rs.
 struct DflashEvent {
-  // Valid to the end of the process.
+  // Valid until the process exits.
   const char* operation;
   uint32_t part;
   uint32_t form;
@@ -39,7 +40,7 @@ struct DflashEvent {
   double flops, tile_flops;
 };
 
-// All of it, and the bytes of tensors.
+// All events, and bytes of tensors.
 struct DflashRecord {
   DflashEvent* events;
   uint64_t count;
@@ -58,12 +59,12 @@ constexpr uint32_t OPERATOR = 0, OWN_KERNEL = 1, UPLOAD = 2, BLOCKING_UPLOAD = 3
 
 const c10::Device GPU{c10::kCUDA, 0};
 
-// CUDA's caching allocator gives memory in multiples of this many bytes.
+// CUDA's caching allocator rounds sizes up to this many bytes.
 constexpr int64_t GRANULE = 512;
-// Storages up to this size remember what the host copied into them.
+// Storages up to this size keep values copied from the host.
 constexpr int64_t MOST_KNOWN = 16 << 20;
 
-// Bytes that tensors hold. They may outlive the session and its thread.
+// Bytes held by tensors, which may outlive the session and its thread.
 struct Ledger {
   std::mutex mutex;
   int64_t live = 0, peak = 0;
@@ -83,7 +84,7 @@ struct Session {
   std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
   std::vector<DflashEvent> events;
   uint32_t part = 0;
-  // Whether values may be read: what the host copied there, and zeros for what was computed.
+  // Whether values may be read: what the host copied, and zeros for computed values.
   bool readable = false;
 };
 
@@ -106,11 +107,11 @@ void note(DflashEvent event) {
   session->events.push_back(event);
 }
 
-// What stands behind a storage in place of memory.
+// Takes the place of a storage's memory.
 struct Block {
   int64_t bytes;
   std::shared_ptr<Ledger> ledger;
-  // What is known of the contents, byte by byte; empty where nothing is.
+  // Known contents, byte by byte; empty if unknown.
   std::vector<char> known, valid;
 };
 
@@ -160,13 +161,13 @@ at::Tensor make(at::IntArrayRef sizes, at::ScalarType dtype) {
   return make(sizes, strides, dtype);
 }
 
-// As `empty_like` lays out its result: in the order of a dense tensor's memory.
+// A result with the layout of `empty_like`: dense inputs keep their strides.
 at::Tensor make_like(const at::Tensor& x) {
   return x.is_non_overlapping_and_dense() ? make(x.sizes(), x.strides(), x.scalar_type())
                                           : make(x.sizes(), x.scalar_type());
 }
 
-// Bytes that an operator touches of a tensor: each element once, a broadcast one too.
+// Bytes of a tensor that an operator touches: each element once, broadcast or not.
 double extent(const at::Tensor& x) {
   double elements = 1;
   for (int64_t dim = 0; dim < x.dim(); ++dim) {
@@ -179,7 +180,7 @@ double whole(const at::Tensor& x) {
   return static_cast<double>(x.numel()) * static_cast<double>(x.itemsize());
 }
 
-// --- What is known of contents -------------------------------------------------------------------
+// --- Known contents ------------------------------------------------------------------------------
 
 void forget(const at::Tensor& x) {
   Block& block = block_of(x);
@@ -187,7 +188,7 @@ void forget(const at::Tensor& x) {
   block.valid.clear();
 }
 
-// Remembers `values`, a CPU tensor, as the contents of `x`.
+// Stores `values`, a CPU tensor, as the contents of `x`.
 void remember(const at::Tensor& x, const at::Tensor& values) {
   Block& block = block_of(x);
   const auto bytes = static_cast<int64_t>(x.storage().nbytes());
@@ -204,7 +205,7 @@ void remember(const at::Tensor& x, const at::Tensor& values) {
   std::fill_n(block.valid.begin() + begin, length, 1);
 }
 
-// What is remembered of `x`, in a CPU tensor of its shape; zeros where nothing is.
+// The known contents of `x` in a CPU tensor of its shape; zeros where unknown.
 at::Tensor recalled(const at::Tensor& x) {
   const auto values = at::zeros(x.sizes(), x.options().device(at::kCPU));
   const Block& block = block_of(x);
@@ -262,7 +263,7 @@ void refuse_mixture(const std::string& operation, const std::vector<IValue>& arg
   }
 }
 
-// Twins on the meta device, one a tensor.
+// Counterparts of tensors on the meta device, one per tensor.
 class Twins {
  public:
   at::Tensor of(const at::Tensor& x) {
@@ -304,7 +305,7 @@ class Twins {
   std::map<c10::TensorImpl*, at::Tensor> twins_;
 };
 
-// What was asked of the GPU, with its arguments and, later, its results.
+// An operator call, with its arguments and, later, its results.
 struct Call {
   const c10::FunctionSchema& schema;
   std::string name;
@@ -319,20 +320,20 @@ struct Call {
     return schema.name().back() == '_';
   }
 
-  // Of an argument that the operator writes; null for others.
+  // Whether the operator writes the argument.
   static bool writes(const c10::Argument& argument) {
     return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
   }
 };
 
-// --- Bytes and arithmetic ------------------------------------------------------------------------
+// --- Cost: bytes and arithmetic ------------------------------------------------------------------
 
 struct Cost {
   double read = 0, written = 0, flops = 0;
   int64_t launches = 1;
 };
 
-// Without the namespace and the sign of in-place operators.
+// Without the namespace and the in-place suffix.
 std::string base_name(const Call& call) {
   auto name = call.schema.name().substr(call.schema.name().find("::") + 2);
   if (call.in_place()) name.pop_back();
@@ -348,7 +349,7 @@ double product(const at::Tensor& a, const at::Tensor& b) {
   return 2.0 * static_cast<double>(a.numel()) * static_cast<double>(b.size(-1));
 }
 
-// Each argument is read once and each result written once; what is only written is not read.
+// Each argument is read once and each result written once; write-only arguments are not read.
 Cost plain_cost(const Call& call, const std::string& name) {
   Cost cost;
   const bool overwrites = one_of(name, {"zero", "fill", "normal", "uniform", "random"});
@@ -371,7 +372,7 @@ Cost plain_cost(const Call& call, const std::string& name) {
   return cost;
 }
 
-// (self, dim, index, source): touches as many elements of self as the index has or the source brings.
+// (self, dim, index, source): touches as many elements of self as index or source have.
 Cost indexed_cost(const Call& call, const std::string& name) {
   const at::Tensor &self = call.tensor(0), &index = call.tensor(2);
   Cost cost;
@@ -407,7 +408,7 @@ Cost cost_of(const Call& call) {
   } else if (one_of(name, {"addmm", "baddbmm"})) {
     cost.flops = product(call.tensor(1), call.tensor(2));
     if (!call.in_place() && call.tensor(0).dim() > 1) {
-      // the addend is copied into the result, to which the product is added
+      // the addend is copied to the result, then the product is added
       cost.read += whole(call.results[0]);
       cost.written += whole(call.results[0]);
       cost.launches = 2;
@@ -421,7 +422,7 @@ void note_call(const Call& call, const Cost& cost) {
         cost.flops});
 }
 
-// --- Operators with rules of their own -------------------------------------------------------------
+// --- Operators with special rules ----------------------------------------------------------------
 
 using Rule = std::vector<IValue> (*)(Call&);
 
@@ -462,7 +463,7 @@ std::vector<IValue> unary_out(Call& call) {
   return {out};
 }
 
-// logical_not, logical_or and their like, with `out` or without.
+// logical_not, logical_or and similar, with or without `out`.
 std::vector<IValue> logical(Call& call) {
   const bool given = call.schema.overload_name() == "out";
   const size_t operands = call.arguments.size() - (given ? 1 : 0);
@@ -481,7 +482,7 @@ std::vector<IValue> logical(Call& call) {
   return {result};
 }
 
-// (condition, self, other), of which either may be a number, and a result that is given.
+// (condition, self, other): either of the last two may be a number; writes to a given result.
 std::vector<IValue> where(Call& call) {
   auto sizes = call.tensor(0).sizes().vec();
   auto kind = at::kFloat;
@@ -498,7 +499,7 @@ std::vector<IValue> where(Call& call) {
   return {result};
 }
 
-// The largest of all, or along a dimension with where it is: (self) or (self, dim, keepdim).
+// Maximum of all elements, (self), or along a dimension with its index, (self, dim, keepdim).
 std::vector<IValue> largest(Call& call) {
   const at::Tensor& self = call.tensor(0);
   if (call.arguments.size() == 1) {
@@ -519,7 +520,7 @@ std::vector<IValue> largest(Call& call) {
   return {call.results[0], call.results[1]};
 }
 
-// (A, B, ...): the solution has the columns of B, and the batch of both.
+// (A, B, ...): the solution has the columns of B and the broadcast batch of both.
 std::vector<IValue> solve_triangular(Call& call) {
   const at::Tensor &a = call.tensor(0), &b = call.tensor(1);
   auto sizes = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
@@ -532,7 +533,7 @@ std::vector<IValue> solve_triangular(Call& call) {
   return {call.results[0]};
 }
 
-// (sorted, self, out_int32, ...): of all answers, which nobody knows, each behind the last.
+// (sorted, self, out_int32, ...): values are unknown, so every answer is the position past the end.
 std::vector<IValue> searchsorted(Call& call) {
   const auto kind = call.arguments[2].toBool() ? at::kInt : at::kLong;
   call.results = {make(call.tensor(1).sizes(), kind)};
@@ -556,7 +557,7 @@ std::vector<IValue> record_stream(Call&) {
   return {};
 }
 
-// Multiply-adds of one call: those of visible pairs, and those of the tiles that a kernel computes.
+// Query-key pairs of a call: visible ones, and those in the tiles that a kernel computes.
 struct Pairs {
   double visible = 0, tiled = 0;
 };
@@ -592,7 +593,7 @@ struct FlashCall {
     }
   }
 
-  // The keys of a query, first and one behind the last; positions are aligned at the end.
+  // Range of keys that a query sees; queries and keys are aligned at the end.
   std::pair<int64_t, int64_t> seen(int64_t query, int64_t q, int64_t k) const {
     const int64_t position = query + k - q;
     const int64_t from = left < 0 ? 0 : std::clamp<int64_t>(position - left, 0, k);
@@ -605,7 +606,7 @@ int64_t limit(const IValue& window) {
   return window.isNone() ? -1 : window.toInt();
 }
 
-// `first` is where the queries stand among the arguments, `after` the first optional one.
+// `lengths_at`, `causal_at` and `window_at` are argument positions.
 FlashCall flash_call(const Call& call, size_t lengths_at, size_t causal_at, size_t window_at) {
   FlashCall flash{lengths(call.name, call.tensor(lengths_at)),
                   lengths(call.name, call.tensor(lengths_at + 1)), limit(call.arguments[window_at]),
@@ -639,7 +640,7 @@ void note_step(const std::string& name, double read, double written) {
   note({interned(name), 0, OPERATOR, 1, read, written, 0, 0});
 }
 
-// Tiles of FlashAttention-2 for heads of 128 on GPUs from 8.0 on; others are near.
+// FlashAttention-2 tile sizes for head size 128 from compute capability 8.0 on; others are similar.
 constexpr int64_t FORWARD_Q = 128, FORWARD_K = 64, BACKWARD_Q = 64, BACKWARD_K = 128;
 
 std::vector<IValue> flash_forward(Call& call) {
@@ -653,8 +654,8 @@ std::vector<IValue> flash_forward(Call& call) {
   return {out, lse, make({2}, at::kUInt64), make({}, at::kUInt64), make({0}, q.scalar_type())};
 }
 
-// With the buffers and the kernels around the main one: rows' products of gradient and output, the
-// queries' gradient summed in float32, keys' gradients by query head where heads are grouped.
+// Includes auxiliary kernels and buffers: row products of gradient and output, the float32 sum of
+// the queries' gradient, and, with grouped heads, key gradients per query head.
 std::vector<IValue> flash_backward(Call& call) {
   const at::Tensor &dout = call.tensor(0), &q = call.tensor(1), &k = call.tensor(2),
                    &v = call.tensor(3), &out = call.tensor(4), &lse = call.tensor(5);
@@ -689,7 +690,7 @@ std::vector<IValue> flash_backward(Call& call) {
   return {dq, dk, dv};
 }
 
-// (self, grads, means, variances, maxima, steps, ...): a launch takes 320 chunks of 65,536 elements.
+// (self, grads, means, variances, maxima, steps, ...): 320 chunks of 65,536 elements per launch.
 std::vector<IValue> fused_adamw(Call& call) {
   Cost cost;
   int64_t chunks = 0;
@@ -712,7 +713,7 @@ std::vector<IValue> fused_adamw(Call& call) {
   return {};
 }
 
-// (input, normalized_shape, weight, eps) -> (output, reciprocal of the root mean square)
+// (input, normalized_shape, weight, eps) -> (output, reciprocal root mean square)
 std::vector<IValue> rms_norm(Call& call) {
   const at::Tensor& x = call.tensor(0);
   auto sizes = x.sizes().vec();
@@ -725,8 +726,8 @@ std::vector<IValue> rms_norm(Call& call) {
   return {y, scale};
 }
 
-// (grad_out, input, normalized_shape, rstd, weight, output_mask) -> (dinput, dweight): one kernel for
-// the input, two for the weight, whose second reads what the first leaves by blocks.
+// (grad_out, input, normalized_shape, rstd, weight, output_mask) -> (dinput, dweight): one kernel
+// for the input, two for the weight, the second of which reduces the first's per-block sums.
 std::vector<IValue> rms_norm_backward(Call& call) {
   const at::Tensor &dy = call.tensor(0), &x = call.tensor(1);
   const auto mask = call.arguments[5].toBoolList();
@@ -778,9 +779,9 @@ bool reads_a_value(const std::string& name) {
                        "aten::unique_consecutive", "aten::bincount"});
 }
 
-// --- The dispatcher's side ---------------------------------------------------------------------------
+// --- Dispatcher interface ------------------------------------------------------------------------
 
-// An argument that is written gets the shape that the operator gave it.
+// Gives a written argument the shape that the operator gave it.
 void follow(const at::Tensor& x, const at::Tensor& twin) {
   forget(x);
   if (x.sizes() == twin.sizes() && x.strides() == twin.strides()) return;
@@ -798,7 +799,7 @@ void follow(const at::Tensor& x, const at::Tensor& twin) {
                                                  twin.storage_offset());
 }
 
-// The argument that a result is, or is a view of.
+// The argument that a result is or views.
 const IValue& aliased(const Call& call, const c10::AliasInfo& of) {
   const auto& declared = call.schema.arguments();
   for (size_t index = 0; index < declared.size(); ++index) {
@@ -834,7 +835,7 @@ IValue fresh(Call& call, const IValue& result) {
   return result;
 }
 
-// A result of the meta device as one of the GPU; counts whether anything was computed.
+// Converts a meta result to one on the GPU; counts whether anything was computed.
 IValue carried_over(Call& call, const c10::Argument& declared, const IValue& result, bool& computed) {
   const auto* info = declared.alias_info();
   if (info == nullptr) {
@@ -865,7 +866,7 @@ void follow_written(const Call& call, Twins& twins) {
   }
 }
 
-// Whether libtorch's own C++ knows the shapes; Python, which knows more, is not there.
+// Whether libtorch's C++ computes the shapes; Python's additional meta kernels are not available.
 bool meta_knows(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(DispatchKey::Meta) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
@@ -881,7 +882,7 @@ std::vector<IValue> by_meta(const c10::OperatorHandle& op, Call& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::Meta), &stack);
   } else {
-    // a product's result is given in its shape
+    // such a product gets a preallocated result
     TORCH_CHECK(call.in_place() || call.schema.overload_name() == "dtype_out", call.name,
                 ": the fake CUDA device does not know the shape of its result");
     stack.clear();
@@ -964,7 +965,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   return self;
 }
 
-// Streams and events that order nothing, since nothing runs.
+// Streams and events without effect, since nothing runs.
 class FakeCudaGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override {
@@ -1040,18 +1041,18 @@ bool real_cuda() {
   return at::hasCUDA() || op.hasKernelForDispatchKey(DispatchKey::CUDA);
 }
 
-// Everything of aten that has a kernel for the CPU has one for CUDA; the rest is made of others, and
-// libtorch takes it apart before it comes here.
+// Every aten operator with a CPU kernel has one for CUDA; libtorch decomposes the others before
+// they arrive here.
 void register_operators(torch::Library& aten) {
   const std::set<std::string> own{"empty.memory_format", "empty_strided", "copy_"};
-  // A product with a result of another kind, which only GPUs have.
+  // A product with a different result type, which exists only on GPUs.
   const std::string of_gpus = "addmm.dtype_out";
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findOp(name);
     const auto bare = name.name.substr(6) +
                       (name.overload_name.empty() ? std::string() : "." + name.overload_name);
-    // of `abs` libtorch makes its form with `out`
+    // libtorch derives the `out` variant of `abs`
     const bool has_kernel = op.has_value() && bare != "abs" &&
                             (op->hasKernelForDispatchKey(DispatchKey::CPU) ||
                              bare == of_gpus || rules().count(name.name) > 0);
@@ -1064,7 +1065,7 @@ void register_operators(torch::Library& aten) {
   aten.impl("copy_", TORCH_FN(copy_));
 }
 
-// Once a process, and to its end: tensors may live as long.
+// Once per process, permanently, since tensors may live that long.
 void register_once() {
   static const bool registered = [] {
     TORCH_CHECK(!real_cuda(), "libtorch's CUDA library is loaded, so CUDA cannot be faked");
@@ -1087,7 +1088,7 @@ double sum_of(const at::Tensor* const* tensors, uint64_t count) {
 
 extern "C" {
 
-// From now on this thread fakes a CUDA device.
+// Starts the fake CUDA device on this thread.
 char* dflash_fake_cuda_begin() {
   return guarded([] {
     TORCH_CHECK(!session, "CUDA is fake on this thread already");
@@ -1096,17 +1097,17 @@ char* dflash_fake_cuda_begin() {
   });
 }
 
-// From now on values may be read on this thread, most of which are zeros.
+// Allows reading values on this thread; most are zeros.
 void dflash_fake_cuda_readable() {
   if (session) session->readable = true;
 }
 
-// What follows belongs to this part.
+// Sets the part that later events belong to.
 void dflash_fake_cuda_part(uint32_t part) {
   if (session) session->part = part;
 }
 
-// Forgets what was noted; the peak is what is alive now.
+// Discards the events; the peak restarts at the live bytes.
 void dflash_fake_cuda_start_over() {
   if (!session) return;
   session->events.clear();
@@ -1115,7 +1116,7 @@ void dflash_fake_cuda_start_over() {
   session->ledger->peak_part = session->part;
 }
 
-// A launch of a kernel that is not libtorch's.
+// Records a launch of a kernel that is not libtorch's.
 char* dflash_fake_cuda_own_kernel(const char* name, int64_t launches,
                                 const at::Tensor* const* reads, uint64_t read,
                                 const at::Tensor* const* writes, uint64_t written) {
@@ -1127,7 +1128,7 @@ char* dflash_fake_cuda_own_kernel(const char* name, int64_t launches,
   });
 }
 
-// Ends it; `events` is to be freed by dflash_fake_cuda_free.
+// Ends the session; `events` must be freed with dflash_fake_cuda_free.
 void dflash_fake_cuda_end(DflashRecord* record) {
   const std::unique_ptr<Session> ended = std::move(session);
   *record = {};

@@ -1,6 +1,5 @@
-// The variable-length flash attention of libtorch's CUDA half, forward and backward. The operators
-// are dispatched by name of the operation, so nothing of that half is linked.
-// `src/flash.rs` declares the same functions; failures are those of guarded.h.
+// libtorch's variable-length CUDA flash attention, forward and backward, called through the
+// dispatcher so that CUDA is not linked. Declared in `src/flash.rs`; errors are those of guarded.h.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
@@ -8,11 +7,11 @@
 
 #include "guarded.h"
 
-// What all sequences of a call share, as src/flash.rs lays it out.
+// Parameters common to all sequences of a call, laid out as in src/flash.rs.
 struct DflashFlashCall {
   int64_t max_q, max_k;
   double scale;
-  // Negative: no limit.
+  // Negative for no limit.
   int64_t window_left, window_right;
 };
 
@@ -22,7 +21,7 @@ std::optional<int64_t> limit(int64_t window) {
   return window < 0 ? std::nullopt : std::make_optional(window);
 }
 
-// Without dropout the backward pass takes the generator's state but does not read it.
+// Without dropout the backward pass takes the RNG state but does not read it.
 at::Tensor unread_state(const at::Tensor& like) {
   return at::empty({2}, like.options().dtype(at::kUInt64));
 }
@@ -31,7 +30,7 @@ at::Tensor unread_state(const at::Tensor& like) {
 
 extern "C" {
 
-// *out and *lse are new handles, which the caller owns.
+// *out and *lse are new handles that the caller owns.
 char* dflash_flash_forward(const at::Tensor* q, const at::Tensor* k, const at::Tensor* v,
                            const at::Tensor* cu_q, const at::Tensor* cu_k,
                            const DflashFlashCall* call, at::Tensor** out, at::Tensor** lse) {

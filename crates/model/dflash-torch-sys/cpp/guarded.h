@@ -1,4 +1,4 @@
-// How a call into libtorch ends: no exception leaves it.
+// Converts exceptions of libtorch calls to error messages.
 #pragma once
 
 #include <cstring>
@@ -7,12 +7,12 @@
 
 #include <c10/util/Exception.h>
 
-// A copy from malloc, which the caller frees.
+// A malloc'ed copy, which the caller frees.
 inline char* duplicate(const std::string& text) {
   return ::strdup(text.c_str());
 }
 
-// Null, or the message of what was thrown, from malloc.
+// Runs `body`; returns null, or the exception's message, malloc'ed.
 template <typename Body>
 char* guarded(Body&& body) noexcept {
   try {

@@ -1,6 +1,5 @@
-// How long a GPU works, by its own clock. All of it goes through what libtorch keeps for any device, so
-// nothing of its CUDA half is linked. `src/interval.rs` declares the same functions; failures are those
-// of guarded.h.
+// Measures GPU time with device events through libtorch's generic device interface, so that CUDA is
+// not linked. Declared in `src/interval.rs`; errors are those of guarded.h.
 #include <memory>
 
 #include <c10/core/Event.h>
@@ -15,7 +14,7 @@ struct DflashInterval {
 
   explicit DflashInterval(c10::Device on)
       : device(on),
-        // The flag of events that keep the time.
+        // The flag that enables timing.
         begin(on.type(), c10::EventFlag::BACKEND_DEFAULT),
         end(on.type(), c10::EventFlag::BACKEND_DEFAULT) {}
 
@@ -26,7 +25,7 @@ struct DflashInterval {
 
 extern "C" {
 
-// Begins when the GPU of this index comes to it in its current stream.
+// Records the start in the current stream of the GPU `index`.
 char* dflash_interval_begin(int32_t index, DflashInterval** interval) {
   return guarded([&] {
     const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
@@ -36,12 +35,12 @@ char* dflash_interval_begin(int32_t index, DflashInterval** interval) {
   });
 }
 
-// Ends when the GPU comes to it.
+// Records the end.
 char* dflash_interval_end(DflashInterval* interval) {
   return guarded([&] { interval->mark(interval->end); });
 }
 
-// Waits for the end.
+// Waits for the end event.
 char* dflash_interval_seconds(const DflashInterval* interval, double* seconds) {
   return guarded([&] {
     interval->end.synchronize();

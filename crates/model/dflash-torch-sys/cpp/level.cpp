@@ -1,5 +1,5 @@
-// The instructions that libtorch and MKL have chosen in this process; `src/level.rs` declares the same
-// functions. oneDNN hides its own answer in libtorch.
+// The CPU instruction sets that libtorch and MKL use in this process; declared in `src/level.rs`.
+// oneDNN does not report its own from within libtorch.
 #include <ATen/Version.h>
 #include <dlfcn.h>
 
@@ -7,13 +7,13 @@
 
 extern "C" {
 
-// `DEFAULT`, `AVX2`, `AVX512` or another architecture's, from malloc.
+// `DEFAULT`, `AVX2`, `AVX512` or another architecture's name, malloc'ed.
 char* dflash_libtorch_level(char** level) {
   return guarded([&] { *level = duplicate(at::get_cpu_capability()); });
 }
 
-// The branch of code that MKL takes (mkl_cbwr_get_auto_branch, by the name that its header gives it);
-// 0 without an MKL that tells.
+// MKL's code branch (mkl_cbwr_get_auto_branch under the name in its header); 0 if MKL is missing or
+// does not report it.
 int32_t dflash_mkl_branch() {
   const auto branch =
       reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "mkl_serv_cbwr_get_auto_branch"));

@@ -1,6 +1,6 @@
-// Host memory beside a GPU, and copies between them on a stream of their own. All of it goes through
-// what libtorch keeps for any device, so nothing of its CUDA half is linked.
-// `src/staging.rs` declares the same functions; failures are those of guarded.h.
+// Host buffers and copies to and from a GPU on a separate stream, through libtorch's generic device
+// interface, so that CUDA is not linked. Declared in `src/staging.rs`; errors are those of
+// guarded.h.
 #include <cstring>
 #include <memory>
 
@@ -28,7 +28,7 @@ c10::Event* recorded(const c10::Stream& stream) {
 
 extern "C" {
 
-// `bytes` zero bytes as a tensor, in page-locked memory with `pinned`.
+// `bytes` zero bytes as a tensor, page-locked if `pinned`.
 char* dflash_host_buffer(int64_t bytes, bool pinned, at::Tensor** buffer) {
   return guarded([&] {
     auto tensor = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(pinned));
@@ -37,7 +37,7 @@ char* dflash_host_buffer(int64_t bytes, bool pinned, at::Tensor** buffer) {
   });
 }
 
-// Whether no other tensor has this memory.
+// Whether no other tensor shares this memory.
 bool dflash_owns_alone(const at::Tensor* tensor) {
   return tensor->use_count() == 1 && tensor->storage().use_count() == 1;
 }
@@ -54,7 +54,7 @@ void dflash_copy_stream_free(c10::Stream* stream) {
   delete stream;
 }
 
-// Begins to copy `host` to a new tensor *device; *copied comes after it in the stream.
+// Starts copying `host` to a new tensor *device; *copied is recorded after it.
 char* dflash_copy_up(const c10::Stream* stream, const at::Tensor* host, at::Tensor** device,
                      c10::Event** copied) {
   return guarded([&] {
@@ -66,8 +66,8 @@ char* dflash_copy_up(const c10::Stream* stream, const at::Tensor* host, at::Tens
   });
 }
 
-// Begins to copy `count` contiguous tensors end to end into the bytes of `host`, after what the
-// current stream has been asked so far. They must live until *copied has come.
+// Starts copying `count` contiguous tensors, concatenated, into the bytes of `host`, after the
+// current stream's work so far. They must stay alive until *copied has been reached.
 char* dflash_copy_down(const c10::Stream* stream, const at::Tensor* const* parts, int64_t count,
                        const at::Tensor* host, c10::Event** copied) {
   return guarded([&] {
@@ -84,8 +84,8 @@ char* dflash_copy_down(const c10::Stream* stream, const at::Tensor* const* parts
   });
 }
 
-// What the current stream of the tensor's device is asked from now on comes after the copy, and the
-// allocator gives the tensor's memory away only after that.
+// Makes later work on the current stream of the tensor's device wait for the copy, and keeps the
+// allocator from reusing the tensor's memory until then.
 char* dflash_copy_precede(const c10::Event* copied, const at::Tensor* tensor) {
   return guarded([&] {
     const auto stream = current_stream(tensor->device());

@@ -1,7 +1,6 @@
-//! Loads the CUDA half of libtorch at startup instead of linking it, so that one program serves
-//! machines with and without a GPU. It is loaded where an NVIDIA driver is present; for the same
-//! reason the search for libtorch prefers, on such a machine, a libtorch that has its CUDA
-//! libraries.
+//! Loads libtorch's CUDA library at startup instead of linking it, so that one program runs on
+//! machines with and without a GPU. It is loaded if an NVIDIA driver is present; on such a machine
+//! the search for libtorch therefore prefers one with CUDA libraries.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -14,23 +13,23 @@ use crate::{Error, ffi};
 
 const LIBRARY: &str = "libtorch_cuda.so";
 
-/// What became of libtorch's CUDA library.
+/// Result of loading libtorch's CUDA library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CudaLibrary {
-    /// It is open; whether there is a device, `tch::Cuda::is_available` says.
+    /// Loaded; `tch::Cuda::is_available` tells whether there is a device.
     Loaded,
-    /// This libtorch comes without one.
+    /// This libtorch has no CUDA library.
     Absent,
-    /// It is there but does not load, usually because NVIDIA's libraries are not
-    /// installed; the loader's message.
+    /// It does not load, usually because NVIDIA's libraries are not installed. Has the loader's
+    /// message.
     Failed(String),
 }
 
-/// Opens the `libtorch_cuda.so` that lies beside the libtorch in use, if there is one.
+/// Loads the `libtorch_cuda.so` next to the libtorch in use, if there is one.
 ///
-/// Call it first thing: libtorch asks once whether CUDA is there and remembers the answer.
-/// The library stays open to the end of the process, and the first answer holds. Takes about a second where it loads. Attention is
-/// left to libtorch's own kernels from then on: cuDNN's plans a call anew for each new length.
+/// Call this before any other libtorch function: libtorch checks for CUDA once and caches the
+/// answer. The library stays loaded, and later calls return the first result. Loading takes about a
+/// second. Also disables cuDNN attention, which builds a new plan for each new length.
 pub fn load_cuda() -> CudaLibrary {
     let opened = || {
         // SAFETY: sets a flag of the process.
@@ -45,7 +44,7 @@ pub fn load_cuda() -> CudaLibrary {
 
 static OPENED: OnceLock<CudaLibrary> = OnceLock::new();
 
-/// What became of [`load_cuda`]; `None` where it has not been called.
+/// The result of [`load_cuda`]; `None` if it has not been called.
 pub fn opened_cuda() -> Option<CudaLibrary> {
     OPENED.get().cloned()
 }
@@ -60,12 +59,12 @@ fn open(path: &Path) -> CudaLibrary {
     }
 }
 
-/// Opens a library, which then stays open to the end of the process.
+/// Opens a library that stays loaded until the process exits.
 ///
 /// # Errors
 /// The loader's message.
 pub fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, String> {
-    // SAFETY: runs the library's initialisers, as linking to it would have.
+    // SAFETY: runs the library's initialisers, as linking it would.
     let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
     if handle.is_null() { Err(loader_message()) } else { Ok(handle) }
 }
@@ -78,7 +77,7 @@ pub fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, String> {
 /// # Safety
 /// `F` must be a function pointer of the symbol's type.
 pub unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, String> {
-    // SAFETY: an open library and a text; a function pointer is as large as any other.
+    // SAFETY: an open library and a NUL-terminated name; all function pointers have the same size.
     unsafe {
         let found = libc::dlsym(handle, name.as_ptr());
         if found.is_null() {
@@ -89,10 +88,10 @@ pub unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, S
     }
 }
 
-/// The most bytes that tensors of this process have taken on the GPU `index` at one time.
+/// Peak bytes of this process's tensors on the GPU `index`.
 ///
 /// # Errors
-/// A libtorch without its CUDA half, or no such GPU.
+/// A libtorch without CUDA, or no such GPU.
 pub fn peak_device_bytes(index: usize) -> Result<u64, Error> {
     let index = i32::try_from(index).unwrap_or(i32::MAX);
     let mut bytes = 0;
@@ -102,7 +101,7 @@ pub fn peak_device_bytes(index: usize) -> Result<u64, Error> {
     Ok(bytes.unsigned_abs())
 }
 
-/// Bytes that the driver could still give out on the GPU `index`.
+/// Free memory on the GPU `index` in bytes, according to the driver.
 ///
 /// # Errors
 /// No driver, or no such GPU.
@@ -114,7 +113,7 @@ pub fn free_device_bytes(index: usize) -> Result<u64, Error> {
     Ok(free as u64)
 }
 
-/// libtorch's current stream on the GPU `index`, as the driver knows it.
+/// libtorch's current stream on the GPU `index`, as a driver handle.
 pub fn current_stream(index: usize) -> Result<*mut c_void, Error> {
     let index = i32::try_from(index).unwrap_or(i32::MAX);
     let mut stream = std::ptr::null_mut();
@@ -123,11 +122,11 @@ pub fn current_stream(index: usize) -> Result<*mut c_void, Error> {
     ffi::checked("ask for the current stream", failure).map(|()| stream)
 }
 
-/// The directory of the libtorch_cpu that the loader chose.
+/// The directory of the loaded libtorch_cpu.
 pub fn libtorch_dir() -> Option<PathBuf> {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: any symbol that libtorch_cpu defines serves; `found` is written on success
-    // and its name lives as long as the library.
+    // SAFETY: any symbol defined by libtorch_cpu works; `found` is written on success and its name
+    // lives as long as the library.
     let file = unsafe {
         let symbol = libc::dlsym(libc::RTLD_DEFAULT, LIBTORCH_SYMBOL.as_ptr());
         if symbol.is_null() || libc::dladdr(symbol, found.as_mut_ptr()) == 0 {
@@ -139,11 +138,11 @@ pub fn libtorch_dir() -> Option<PathBuf> {
     path.parent().map(Path::to_owned)
 }
 
-/// `at::show_config()`, which the shim calls, so that every program of ours has it.
+/// `at::show_config()`: called by the shim, so every program of ours references it.
 const LIBTORCH_SYMBOL: &CStr = c"_ZN2at11show_configB5cxx11Ev";
 
 fn loader_message() -> String {
-    // SAFETY: dlerror's text is valid until the next call into the loader on this thread.
+    // SAFETY: dlerror's text is valid until this thread's next call of the loader.
     unsafe {
         let message = libc::dlerror();
         if message.is_null() {

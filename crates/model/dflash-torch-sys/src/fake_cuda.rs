@@ -1,4 +1,4 @@
-//! The declarations of `cpp/fake_cuda.cpp`, and what it writes down as values of Rust.
+//! FFI declarations of `cpp/fake_cuda.cpp`, and the conversion of its record.
 
 use std::ffi::{CStr, CString, c_char};
 
@@ -8,7 +8,7 @@ use crate::Error;
 use crate::ffi::{self, Failure, RawTensor};
 use crate::trace::{Event, Form};
 
-/// As cpp/fake_cuda.cpp has it.
+/// Layout as in cpp/fake_cuda.cpp.
 #[repr(C)]
 struct RawEvent {
     operation: *const c_char,
@@ -21,7 +21,7 @@ struct RawEvent {
     tile_flops: f64,
 }
 
-/// As cpp/fake_cuda.cpp has it.
+/// Layout as in cpp/fake_cuda.cpp.
 #[repr(C)]
 struct RawRecord {
     events: *mut RawEvent,
@@ -48,7 +48,7 @@ unsafe extern "C" {
     fn dflash_fake_cuda_free(events: *mut RawEvent);
 }
 
-/// What was written down; parts by number.
+/// The record, with parts by number.
 #[derive(Debug)]
 pub(crate) struct Numbered {
     pub(crate) events: Vec<(u32, Event)>,
@@ -57,34 +57,34 @@ pub(crate) struct Numbered {
     pub(crate) peak_part: u32,
 }
 
-/// From now on this thread fakes a CUDA device.
+/// Starts the fake CUDA device on this thread.
 ///
 /// # Errors
-/// libtorch's CUDA library is loaded, or it is faked already.
+/// libtorch's CUDA library is loaded, or CUDA is already fake on this thread.
 pub(crate) fn begin() -> Result<(), Error> {
     // SAFETY: takes nothing.
     ffi::checked("fake a CUDA device", unsafe { dflash_fake_cuda_begin() })
 }
 
-/// Values may be read from now on.
+/// Allows reading values from now on.
 pub(crate) fn readable() {
     // SAFETY: takes nothing.
     unsafe { dflash_fake_cuda_readable() }
 }
 
-/// What follows belongs to this part.
+/// Sets the part that later events belong to.
 pub(crate) fn part(number: u32) {
     // SAFETY: plain numbers.
     unsafe { dflash_fake_cuda_part(number) }
 }
 
-/// Forgets all but the tensors.
+/// Discards the events; live tensors remain counted.
 pub(crate) fn start_over() {
     // SAFETY: takes nothing.
     unsafe { dflash_fake_cuda_start_over() }
 }
 
-/// Notes a launch of one of our own kernels.
+/// Records a launch of one of our own kernels.
 ///
 /// # Errors
 /// Tensors that are not fake.
@@ -98,7 +98,7 @@ pub(crate) fn own_kernel(
         tensors.iter().map(|tensor| tensor.as_ptr().cast()).collect()
     };
     let (reads, writes) = (handles(reads), handles(writes));
-    // SAFETY: live tensors, as many as said; the name lives as long as the call.
+    // SAFETY: live tensors in the stated number; the name outlives the call.
     let failure = unsafe {
         dflash_fake_cuda_own_kernel(
             name.as_ptr(),
@@ -112,7 +112,7 @@ pub(crate) fn own_kernel(
     ffi::checked("note an own kernel", failure)
 }
 
-/// Ends it, and hands over what was written down.
+/// Ends the fake device and returns the record.
 pub(crate) fn end() -> Numbered {
     let mut raw =
         RawRecord { events: std::ptr::null_mut(), count: 0, live: 0, peak: 0, peak_part: 0 };
@@ -141,7 +141,7 @@ unsafe fn event(raw: &RawEvent) -> (u32, Event) {
         3 => Form::BlockingUpload,
         _ => Form::Wait,
     };
-    // SAFETY: as the caller promises; it stays to the end of the process.
+    // SAFETY: guaranteed by the caller; the name lives until the process exits.
     let operation = unsafe { CStr::from_ptr(raw.operation) }.to_string_lossy().into_owned();
     let event = Event {
         operation,

@@ -1,13 +1,15 @@
-//! The declarations of `cpp/c10d.cpp`, `cpp/device.cpp` and `cpp/level.cpp`, and the reading of what it allocates.
+//! FFI declarations of `cpp/c10d.cpp`, `cpp/device.cpp` and `cpp/level.cpp`, and conversion of what
+//! they allocate.
 //!
-//! [`Failure`] is what each function of the shim returns; `dflash-kernels` has C++ of the same form.
+//! Every fallible function of the shim returns a [`Failure`]; the C++ of `dflash-kernels` does the
+//! same.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::time::Duration;
 
 use crate::Error;
 
-/// Text as pointer and length; need not end in NUL.
+/// Text as pointer and length, without a NUL terminator.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Text {
@@ -16,7 +18,7 @@ pub(crate) struct Text {
 }
 
 impl Text {
-    /// Valid as long as `text` is, which covers any call that takes it by value.
+    /// Valid as long as `text`, which covers any call that takes it by value.
     pub(crate) fn new(text: &(impl AsRef<[u8]> + ?Sized)) -> Self {
         let bytes = text.as_ref();
         Self { data: bytes.as_ptr(), length: bytes.len() }
@@ -28,18 +30,17 @@ pub(crate) enum RawStore {}
 pub(crate) enum RawGroup {}
 pub(crate) enum RawWork {}
 
-/// libtorch's `at::Tensor`, which tch's `C_tensor` is.
+/// libtorch's `at::Tensor`, the same as tch's `C_tensor`.
 pub type RawTensor = c_void;
 
-/// What a function of the shim says of a failure: a message, which is freed when it is read; null where it
-/// succeeded.
+/// Result of a shim function: null on success, or a message that is freed when it is read.
 #[repr(transparent)]
 #[must_use]
 #[derive(Debug)]
 pub struct Failure(*mut c_char);
 
 impl Failure {
-    /// The message as the shim has it; `None` where the call succeeded.
+    /// The shim's message; `None` if the call succeeded.
     pub fn message(self) -> Option<String> {
         (!self.0.is_null()).then(|| take_string(self.0))
     }
@@ -135,7 +136,7 @@ unsafe extern "C" {
     pub(crate) fn dflash_work_free(work: *mut RawWork);
 }
 
-/// The outcome of a call of the shim.
+/// Converts the result of a shim call.
 ///
 /// # Errors
 /// [`Error::Torch`] with the shim's message, without source positions.
@@ -148,7 +149,7 @@ pub fn checked(operation: &'static str, failure: Failure) -> Result<(), Error> {
 
 /// Copies a NUL-terminated string from the shim and frees the original.
 pub(crate) fn take_string(text: *mut c_char) -> String {
-    // SAFETY: the shim hands over strings from strdup, once each.
+    // SAFETY: the shim allocates each string with strdup and hands it over once.
     unsafe {
         let copy = CStr::from_ptr(text).to_string_lossy().into_owned();
         libc::free(text.cast());
@@ -158,7 +159,7 @@ pub(crate) fn take_string(text: *mut c_char) -> String {
 
 /// Copies `length` bytes from the shim and frees the original.
 pub(crate) fn take_bytes(bytes: *mut c_char, length: usize) -> Vec<u8> {
-    // SAFETY: the shim hands over `length` initialised bytes from malloc, once each.
+    // SAFETY: the shim allocates `length` initialised bytes with malloc and hands them over once.
     unsafe {
         let copy = std::slice::from_raw_parts(bytes.cast::<u8>(), length).to_vec();
         libc::free(bytes.cast());
@@ -166,20 +167,20 @@ pub(crate) fn take_bytes(bytes: *mut c_char, length: usize) -> Vec<u8> {
     }
 }
 
-/// Whole milliseconds, at least one: zero means "forever" to c10d.
+/// Whole milliseconds, at least one, since c10d takes zero as "forever".
 pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
-/// What an exception says, in words for those who start jobs: without source positions and the lines
-/// of a backtrace, the usual failures of connections in our own words.
+/// An exception's message for end users: without source positions and backtrace; common connection
+/// failures are reworded.
 fn plain(message: &str) -> String {
     let line = message.lines().next().unwrap_or_default();
     let text = line.split("Exception raised from ").next().unwrap_or_default();
     translated(without_positions(text).trim())
 }
 
-/// `text` without `[path/file.cc:123] `, wherever it is.
+/// `text` without source positions such as `[path/file.cc:123] `.
 fn without_positions(text: &str) -> String {
     let mut kept = String::new();
     let mut rest = text;
@@ -197,14 +198,14 @@ fn without_positions(text: &str) -> String {
     kept + rest
 }
 
-/// Whether it is a source file with a line, such as `/src/gloo/pair.cc:553`.
+/// Whether `text` is a source position such as `/src/gloo/pair.cc:553`.
 fn is_position(text: &str) -> bool {
     let Some((file, line)) = text.rsplit_once(':') else { return false };
     let is_source = [".cc", ".cpp", ".h", ".hpp"].iter().any(|end| file.ends_with(end));
     is_source && !line.is_empty() && line.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The failures that users meet. gloo names the peer's address in brackets.
+/// Rewords the failures that users meet. gloo puts the peer's address in brackets.
 fn translated(text: &str) -> String {
     let lower = text.to_lowercase();
     let peer = text.find(" [").map_or_else(String::new, |at| format!(" ({})", text[at..].trim()));
@@ -228,7 +229,7 @@ fn translated(text: &str) -> String {
     text.to_owned()
 }
 
-/// The seconds of gloo's `timed out waiting 2000ms for recv operation to complete`.
+/// The timeout in seconds from gloo's `timed out waiting 2000ms for recv operation to complete`.
 fn waited(text: &str) -> Option<f64> {
     let (_, after) = text.split_once("timed out waiting ")?;
     let (number, _) = after.split_once("ms")?;

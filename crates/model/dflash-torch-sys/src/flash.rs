@@ -1,8 +1,7 @@
-//! Variable-length flash attention on a GPU: many sequences, each with its own queries and keys, in
-//! one call.
+//! Variable-length flash attention on a GPU: many sequences of any lengths in one call.
 //!
-//! The kernels take float16 and bfloat16, heads whose width is a multiple of 8 up to 256, and GPUs
-//! from compute capability 8.0 on. Query heads share key/value heads in groups of neighbours.
+//! Supports float16 and bfloat16, head sizes that are multiples of 8 up to 256, and GPUs of compute
+//! capability 8.0 or higher. Consecutive query heads share a key/value head.
 
 use std::collections::BTreeMap;
 use std::ptr::null_mut;
@@ -14,16 +13,16 @@ use tch::{Kind, Tensor};
 use crate::ffi::{self, Failure, RawTensor};
 use crate::{Error, trace};
 
-/// Widest head that the kernels take.
+/// Largest supported head size.
 const MOST_HEAD_DIM: i64 = 256;
 
-/// Which keys of its sequence a query sees. Distances are between positions when the last query and
-/// the last key of the sequence stand at the same one.
+/// Which keys of its sequence a query sees, as distances between positions. The last query and the
+/// last key of a sequence have the same position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// Keys before the query's own position; `None` for all.
+    /// Keys before the query's position; `None` for no limit.
     pub left: Option<i64>,
-    /// Keys behind it.
+    /// Keys after the query's position; `None` for no limit.
     pub right: Option<i64>,
 }
 
@@ -31,7 +30,7 @@ impl Window {
     /// Every key of the sequence.
     pub const ALL: Self = Self { left: None, right: None };
 
-    /// The keys that query `query` of `queries` sees of `keys`: first, and one behind the last.
+    /// The range of keys, of `keys`, that query `query` of `queries` sees.
     pub fn seen(self, query: i64, queries: i64, keys: i64) -> (i64, i64) {
         let position = query + keys - queries;
         let first = self.left.map_or(0, |left| (position - left).clamp(0, keys));
@@ -40,23 +39,23 @@ impl Window {
     }
 }
 
-/// The sequences of one call: sequence i has the queries `cu_q[i]..cu_q[i + 1]` and the keys
+/// Sequence lengths of a call: sequence i has queries `cu_q[i]..cu_q[i + 1]` and keys
 /// `cu_k[i]..cu_k[i + 1]`.
 #[derive(Debug)]
 pub struct Sequences {
-    /// Cumulative numbers of queries, [sequences + 1], int32, contiguous, beside the queries.
+    /// Cumulative query counts, [sequences + 1], int32, contiguous, on the queries' device.
     pub cu_q: Tensor,
-    /// Of keys.
+    /// Cumulative key counts, in the same form.
     pub cu_k: Tensor,
-    /// Queries of the longest sequence.
+    /// Longest query count.
     pub max_q: i64,
-    /// Keys of the longest.
+    /// Longest key count.
     pub max_k: i64,
     /// What each query sees.
     pub window: Window,
 }
 
-/// As cpp/flash.cpp has it.
+/// Layout as in cpp/flash.cpp.
 #[repr(C)]
 struct Call {
     max_q: i64,
@@ -104,10 +103,10 @@ unsafe extern "C" {
     ) -> Failure;
 }
 
-/// Whether the kernels take tensors of this kind and head width on the GPU `index`.
+/// Whether the GPU `index` has kernels for this type and head size.
 ///
 /// # Errors
-/// The driver's refusal to name the GPU's compute capability.
+/// The driver does not report the GPU's compute capability.
 pub fn takes_flash(index: usize, kind: Kind, head_dim: i64) -> Result<bool, Error> {
     let operation = "read the GPU's compute capability";
     let refused =
@@ -118,7 +117,7 @@ pub fn takes_flash(index: usize, kind: Kind, head_dim: i64) -> Result<bool, Erro
     if !fits || trace::is_fake_cuda() {
         return Ok(fits);
     }
-    // Asked in every layer of a pass, and the answer stays the same.
+    // Cached, since every layer of a pass asks.
     static HAS_KERNELS: Mutex<BTreeMap<usize, bool>> = Mutex::new(BTreeMap::new());
     let mut known = HAS_KERNELS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(&has_kernels) = known.get(&index) {
@@ -130,13 +129,13 @@ pub fn takes_flash(index: usize, kind: Kind, head_dim: i64) -> Result<bool, Erro
     Ok(major >= 8)
 }
 
-/// Output [queries, heads, D] and its log-sum-exp [heads, queries] in float32 of `q` [queries,
-/// heads, D] over `k` and `v` [keys, kv heads, D], with scores times `scale`.
+/// Attention of `q` [queries, heads, D] over `k` and `v` [keys, kv heads, D] with scores times
+/// `scale`: the output [queries, heads, D] and its log-sum-exp [heads, queries] in float32.
 ///
-/// A query that sees no key gets zeros, and an infinite log-sum-exp.
+/// A query without any visible key gets zeros and an infinite log-sum-exp.
 ///
 /// # Errors
-/// What libtorch says: tensors that are not on a GPU or not what the kernels take, no memory.
+/// libtorch's error: tensors not on a GPU or not supported by the kernels, out of memory.
 pub fn flash_forward(
     q: &Tensor,
     k: &Tensor,
@@ -162,8 +161,8 @@ pub fn flash_forward(
     Ok((owned(out), owned(lse)))
 }
 
-/// Gradients of queries, keys and values for `dout`, each in the kind and shape of its input; `out`
-/// and `lse` are those of the whole attention that this call is a part of.
+/// Gradients of queries, keys and values for `dout`, in the type and shape of the inputs. `out` and
+/// `lse` belong to the merged attention that this call is a part of.
 ///
 /// # Errors
 /// As [`flash_forward`].
@@ -199,14 +198,14 @@ pub fn flash_backward(
     Ok((owned(dq), owned(dk), owned(dv)))
 }
 
-/// tch's handle is a pointer to the `at::Tensor` that the shim expects.
+/// tch's handle points to an `at::Tensor`, as the shim expects.
 fn raw(tensor: &Tensor) -> In {
     tensor.as_ptr().cast()
 }
 
-/// Takes over a handle that the shim made.
+/// Takes ownership of a handle created by the shim.
 fn owned(handle: *mut RawTensor) -> Tensor {
-    // SAFETY: a new `at::Tensor`, as tch makes them, and given away once.
+    // SAFETY: a new `at::Tensor`, as tch creates them, handed over once.
     unsafe { Tensor::from_ptr(handle.cast()) }
 }
 
@@ -216,7 +215,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs both operators as far as libtorch's dispatcher, which finds no kernel for a CPU.
+    /// Both operators reach libtorch's dispatcher, which finds no CPU kernel.
     #[test]
     fn without_a_gpu_both_passes_are_refused_by_name() {
         let half = |shape: &[i64]| Tensor::zeros(shape, (Kind::BFloat16, Device::Cpu));

@@ -1,4 +1,4 @@
-//! Gloo collectives on tensors, each as a work that can be waited for.
+//! Gloo collectives on tensors; each returns a work handle to wait for.
 
 use std::net::IpAddr;
 use std::ptr::NonNull;
@@ -18,16 +18,16 @@ pub enum Bind {
     Address(IpAddr),
 }
 
-/// One process's place in a group.
+/// One process's membership in a group.
 #[derive(Debug, Clone)]
 pub struct GlooConfig {
-    /// This process, 0-based.
+    /// This process's rank, 0-based.
     pub rank: usize,
-    /// Processes in the group.
+    /// Number of processes.
     pub size: usize,
     /// Where this process listens; the peers must be able to reach it.
     pub bind: Bind,
-    /// How long connecting and each collective may take.
+    /// Timeout of connecting and of each collective.
     pub timeout: Duration,
 }
 
@@ -40,25 +40,24 @@ pub enum ReduceOp {
     Max,
 }
 
-/// A group of processes joined by gloo, for CPU tensors that are contiguous.
+/// A gloo process group for contiguous CPU tensors.
 ///
-/// All processes must start the same collectives in the same order. Dropping it waits for
-/// work that runs. After a failure that may take until the timeout: [`ProcessGroup::abandon`] it
-/// instead.
+/// All processes must start the same collectives in the same order. Dropping the group waits for
+/// running work, after a failure possibly until the timeout; use [`ProcessGroup::abandon`] then.
 #[derive(Debug)]
 pub struct ProcessGroup {
     raw: NonNull<RawGroup>,
 }
 
-// SAFETY: the C++ object is not tied to a thread. It is not Sync: the order in which
-// collectives start is part of their meaning.
+// SAFETY: the C++ object is not tied to a thread. It is not Sync, because the order in which
+// collectives start matters.
 unsafe impl Send for ProcessGroup {}
 
 impl ProcessGroup {
-    /// Connects to all peers, which must do the same over the same store and prefix.
+    /// Connects to all peers, which must call this with the same store and prefix.
     ///
     /// # Errors
-    /// [`Error::Torch`] where a peer is not reached in time or the interface is unknown.
+    /// [`Error::Torch`] if a peer is not reached in time or the interface is unknown.
     pub fn gloo(store: &Store, config: &GlooConfig) -> Result<Self, Error> {
         let (bind, is_interface) = match &config.bind {
             Bind::Interface(name) => (name.clone(), true),
@@ -75,49 +74,47 @@ impl ProcessGroup {
         Ok(Self { raw: NonNull::new(raw).expect("the shim succeeds with an object") })
     }
 
-    /// Combines `tensor` over all ranks in place, in all of them: f32, f64, bf16, f16, i64.
+    /// Reduces `tensor` over all ranks, in place on every rank. Types: f32, f64, bf16, f16, i64.
     ///
     /// # Errors
-    /// [`Error::Torch`], as for all collectives, where types or sizes do not fit or a peer is gone.
+    /// [`Error::Torch`], as for all collectives, if types or sizes differ or a peer is gone.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work, Error> {
         let maximum = op == ReduceOp::Max;
-        // SAFETY (here and below): live group and tensors; the work holds its own
-        // references to the tensors, so they may be dropped while it runs.
+        // SAFETY (here and below): live group and tensors; the work holds references to the
+        // tensors, so they may be dropped while it runs.
         start("all-reduce", |work| unsafe {
             ffi::dflash_group_all_reduce(self.pointer(), raw(tensor), maximum, work)
         })
     }
 
-    /// Overwrites `tensor` in all ranks with that of `root`.
+    /// Overwrites `tensor` on all ranks with that of `root`.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Work, Error> {
         start("broadcast", |work| unsafe {
             ffi::dflash_group_broadcast(self.pointer(), raw(tensor), to_i32(root), work)
         })
     }
 
-    /// Writes the `input`s of all ranks, one after the other, into `output`, which holds
-    /// size times as many elements.
+    /// Concatenates the `input`s of all ranks in `output`, which has `size` times as many elements.
     pub fn all_gather(&self, output: &Tensor, input: &Tensor) -> Result<Work, Error> {
         start("all-gather", |work| unsafe {
             ffi::dflash_group_all_gather(self.pointer(), raw(output), raw(input), work)
         })
     }
 
-    /// Sums the `input`s over all ranks and writes this rank's part, the rank-th of size
-    /// equal ones, into `output`.
+    /// Sums the `input`s over all ranks and writes this rank's part, the rank-th of `size` equal
+    /// parts, to `output`.
     pub fn reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<Work, Error> {
         start("reduce-scatter", |work| unsafe {
             ffi::dflash_group_reduce_scatter(self.pointer(), raw(output), raw(input), work)
         })
     }
 
-    /// A work that is done when all ranks have started it.
+    /// Completes when all ranks have started it.
     pub fn barrier(&self) -> Result<Work, Error> {
         start("barrier", |work| unsafe { ffi::dflash_group_barrier(self.pointer(), work) })
     }
 
-    /// Leaves the group without waiting for what still runs in it. Its threads end with
-    /// the process.
+    /// Leaves the group without waiting for running work. Its threads end with the process.
     pub fn abandon(self) {
         std::mem::forget(self);
     }
@@ -134,23 +131,22 @@ impl Drop for ProcessGroup {
     }
 }
 
-/// A collective that was started. Its tensors must not be read or written before
-/// [`Work::wait`] has succeeded.
+/// A started collective. Its tensors must not be accessed before [`Work::wait`] has succeeded.
 #[derive(Debug)]
 pub struct Work {
     raw: NonNull<RawWork>,
     operation: &'static str,
 }
 
-// SAFETY: c10d's work guards its state with a mutex and is reference-counted atomically.
+// SAFETY: c10d's work guards its state with a mutex and has an atomic reference count.
 unsafe impl Send for Work {}
 
 impl Work {
-    /// Waits until the collective is done, at most `timeout`.
+    /// Waits until the collective completes, at most `timeout`.
     ///
     /// # Errors
-    /// [`Error::StillRunning`] after the timeout; the work goes on and may be waited for
-    /// again. [`Error::Torch`] where it failed, for instance because a peer died.
+    /// [`Error::StillRunning`] after the timeout; the work continues and may be waited for again.
+    /// [`Error::Torch`] if it failed, for instance because a peer died.
     pub fn wait(&self, timeout: Duration) -> Result<(), Error> {
         let (limit, mut pending) = (ffi::milliseconds(timeout), false);
         // SAFETY: live work; the out pointer is a local.
@@ -165,7 +161,7 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // SAFETY: owned, freed once; a collective that still runs has a reference of its own.
+        // SAFETY: owned, freed once; a running collective holds its own reference.
         unsafe { ffi::dflash_work_free(self.raw.as_ptr()) }
     }
 }
@@ -180,7 +176,7 @@ fn start(
     Ok(Work { raw, operation })
 }
 
-/// tch's handle is a pointer to the `at::Tensor` that the shim expects.
+/// tch's handle points to an `at::Tensor`, as the shim expects.
 fn raw(tensor: &Tensor) -> *mut RawTensor {
     tensor.as_ptr().cast_mut().cast()
 }
@@ -200,8 +196,7 @@ mod tests {
         GlooConfig { rank, size, bind, timeout: LIMIT }
     }
 
-    /// Two ranks as two threads of this process, each with a connection of its own: one that
-    /// waits for a key keeps the connection to itself.
+    /// Two ranks on two threads of this process. Each needs a connection, since waits block it.
     fn pair() -> [ProcessGroup; 2] {
         let server = Store::serve(([127, 0, 0, 1], 0), LIMIT).unwrap();
         let client = Store::connect("127.0.0.1", server.port(), LIMIT).unwrap();

@@ -1,7 +1,8 @@
-//! How long a device works on what it is asked for.
+//! Measures how long a device works on a piece of work.
 //!
-//! A CPU has worked when a call returns. A GPU works later: the beginning and the end go into its stream
-//! as events, and the time between them is read when the run comes to a line of metrics anyway.
+//! CPU work is done when a call returns. A GPU works asynchronously: start and end are recorded as
+//! events in its stream, and the time between them is read with the next line of metrics, when the
+//! run synchronises anyway.
 
 use std::time::{Duration, Instant};
 
@@ -19,11 +20,11 @@ unsafe extern "C" {
     fn dflash_interval_free(interval: *mut RawInterval);
 }
 
-/// Work that has begun.
+/// A measurement in progress.
 #[derive(Debug)]
 pub struct Begun(Clock);
 
-/// Work that was asked for, and that a GPU may still be doing.
+/// A finished measurement; a GPU may still be working.
 #[derive(Debug)]
 pub struct Interval(Measured);
 
@@ -43,17 +44,17 @@ enum Measured {
 #[derive(Debug)]
 struct Events(*mut RawInterval);
 
-// SAFETY: events may be used from any thread, and this one owns them.
+// SAFETY: events may be used from any thread and are owned by this struct.
 unsafe impl Send for Events {}
 
 impl Begun {
-    /// Begins to measure what is asked of `device` from now on.
+    /// Starts measuring the work submitted to `device`.
     ///
     /// # Errors
     /// The device has failed.
     pub fn on(device: Device) -> Result<Self, Error> {
         match device {
-            // A fake one has no clock.
+            // A fake device has no clock.
             Device::Cuda(index) if !trace::is_fake_cuda() => {
                 let mut raw = std::ptr::null_mut();
                 // SAFETY: the out pointer is a local.
@@ -66,7 +67,7 @@ impl Begun {
         }
     }
 
-    /// Ends behind what has been asked of the device so far.
+    /// Ends the measurement after the work submitted so far.
     ///
     /// # Errors
     /// The device has failed.
@@ -74,7 +75,7 @@ impl Begun {
         match self.0 {
             Clock::Host(begun) => Ok(Interval(Measured::Known(begun.elapsed()))),
             Clock::Device(events) => {
-                // SAFETY: the events live.
+                // SAFETY: the events are live.
                 ffi::checked("time a GPU", unsafe { dflash_interval_end(events.0) })?;
                 Ok(Interval(Measured::OnDevice(events)))
             }
@@ -83,7 +84,7 @@ impl Begun {
 }
 
 impl Interval {
-    /// Its length, for which a GPU's end is waited for.
+    /// The elapsed time; waits for a GPU to reach the end event.
     ///
     /// # Errors
     /// The device has failed.
@@ -92,7 +93,7 @@ impl Interval {
             Measured::Known(length) => Ok(*length),
             Measured::OnDevice(events) => {
                 let mut seconds = 0.0;
-                // SAFETY: the events live, and the out pointer is a local.
+                // SAFETY: the events are live, and the out pointer is a local.
                 ffi::checked("time a GPU", unsafe {
                     dflash_interval_seconds(events.0, &mut seconds)
                 })?;
@@ -104,7 +105,7 @@ impl Interval {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // SAFETY: owned, and freed here alone.
+        // SAFETY: owned, and freed only here.
         unsafe { dflash_interval_free(self.0) }
     }
 }

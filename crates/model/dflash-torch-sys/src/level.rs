@@ -1,32 +1,32 @@
-//! The instructions that libtorch and MKL compute with.
+//! The CPU instruction sets that libtorch and MKL use.
 
 use crate::{Error, ffi};
 
-/// The instructions that the libraries have chosen, in this project's words where it has one.
+/// The instruction sets chosen by the libraries, in this project's terms where they exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LibraryLevels {
-    /// libtorch's own loops: `default`, `avx2`, `avx512` and others.
+    /// Level of libtorch's own loops: `default`, `avx2`, `avx512` and others.
     pub libtorch: String,
-    /// MKL's products: `sse4_2`, `avx2`, `avx512` and others; `None` without MKL, and on processors
-    /// that are not Intel's, where MKL does not tell.
+    /// Level of MKL's products: `sse4_2`, `avx2`, `avx512` and others; `None` without MKL and on
+    /// non-Intel processors, where MKL does not report it.
     pub mkl: Option<&'static str>,
 }
 
-/// What libtorch and MKL compute with. They choose at the first use, by the processor and by variables
-/// that only count before.
+/// Asks libtorch and MKL for their level. They choose on first use, by the processor and by
+/// environment variables that have no effect later.
 ///
 /// # Errors
-/// libtorch's refusal.
+/// libtorch's error.
 pub fn library_levels() -> Result<LibraryLevels, Error> {
     let mut level = std::ptr::null_mut();
-    // SAFETY: the out pointer is a local, and the other call takes none.
+    // SAFETY: the out pointer is a local; the other call takes no argument.
     let (failure, branch) =
         unsafe { (ffi::dflash_libtorch_level(&mut level), ffi::dflash_mkl_branch()) };
     ffi::checked("ask libtorch for its instructions", failure)?;
     Ok(LibraryLevels { libtorch: ffi::take_string(level).to_lowercase(), mkl: mkl_name(branch) })
 }
 
-/// The name of a branch of MKL's code: the constants `MKL_CBWR_*` of its header.
+/// The name of an MKL code branch: the constants `MKL_CBWR_*` of its header.
 fn mkl_name(branch: i32) -> Option<&'static str> {
     Some(match branch {
         3 => "compatible",
@@ -50,7 +50,7 @@ mod tests {
     #[test]
     fn the_libraries_say_what_they_chose() {
         let LibraryLevels { libtorch, mkl } = library_levels().unwrap();
-        // What the level in force says of them, where no variable of the user's says something else.
+        // The levels that the project sets, unless the user's environment overrides them.
         let is_known = ["default", "avx2", "avx512"].contains(&libtorch.as_str());
         assert!(is_known || cfg!(not(target_arch = "x86_64")), "{libtorch}");
         let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

@@ -1,16 +1,16 @@
-//! What tch does not reach in libtorch: the c10d store and gloo process group, the
-//! version of the library in use, and the loading of its CUDA half and of NCCL at run time.
+//! libtorch features that tch does not expose: the c10d store, the gloo process group, the library
+//! version, and loading CUDA and NCCL at run time.
 //!
-//! [`flash`] is the variable-length attention of GPUs, [`staging`] copies beside the work of GPUs,
-//! [`mapped`] numbers in files, [`trace`] the fake GPU that notes what it is asked for.
+//! [`flash`] is variable-length attention on GPUs, [`staging`] overlaps copies with GPU work,
+//! [`mapped`] reads tensors from mapped files, [`trace`] is the fake GPU that records its work.
 //!
-//! All `unsafe` that touches libtorch lives here and in `dflash-kernels`. The C++ under `cpp/` catches every
-//! exception and the functions of this crate return them as [`Error`]; a Rust panic never
-//! reaches a C++ frame, since nothing here calls back.
+//! All `unsafe` code that touches libtorch is here and in `dflash-kernels`. The C++ under `cpp/`
+//! catches every exception, and this crate returns it as [`Error`]. A Rust panic never reaches a
+//! C++ frame, since nothing here calls back.
 //!
-//! The wheel of libtorch ships c10d's headers but not gloo's. `cpp/gloo_declarations`
-//! declares the few gloo names that `ProcessGroupGloo.hpp` mentions; all objects of those
-//! types are made and used inside libtorch.
+//! libtorch's wheel ships c10d's headers but not gloo's. `cpp/gloo_declarations` declares the few
+//! gloo names that `ProcessGroupGloo.hpp` mentions; objects of those types are only created and
+//! used inside libtorch.
 #![allow(unsafe_code, reason = "calls into libtorch through a C interface")]
 
 mod cuda;

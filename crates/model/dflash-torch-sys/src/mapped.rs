@@ -1,9 +1,9 @@
-//! Memory-mapped files of numbers, copied straight to the device that computes on them.
+//! Memory-mapped tensor files, copied directly to the target device.
 //!
-//! Copies read the operating system's page cache: nothing of a file is held twice, and the pages of
-//! a piece are released once it has been copied. Before each piece is read, the kernel is asked to
-//! load its pages (`MADV_POPULATE_READ`). If the file has shrunk or its disk fails, that returns an
-//! error, where a plain access would kill the process.
+//! Copies read from the page cache, so no data is held twice, and a piece's pages are released
+//! after it is copied. Before each piece the kernel is asked to load its pages
+//! (`MADV_POPULATE_READ`): if the file shrank or the disk fails, this returns an error where a
+//! plain access would kill the process.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -19,10 +19,10 @@ pub struct MappedFile {
     file: File,
 }
 
-/// A tensor within a mapped file: contiguous, little-endian, row by row.
+/// A tensor in a mapped file: contiguous, little-endian, row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Stored<'a> {
-    /// Where its first byte is.
+    /// Byte offset in the file.
     pub offset: usize,
     /// Type of its elements.
     pub kind: Kind,
@@ -30,39 +30,38 @@ pub struct Stored<'a> {
     pub shape: &'a [i64],
 }
 
-/// Why a copy out of a mapped file failed.
+/// Why copying from a mapped file failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The file is shorter than it was, or its disk fails.
+    /// The file shrank, or the disk failed.
     #[error(transparent)]
     File(#[from] io::Error),
-    /// libtorch has no memory, or cannot convert.
+    /// libtorch is out of memory or cannot convert.
     #[error(transparent)]
     Torch(#[from] TchError),
 }
 
 impl MappedFile {
-    /// Maps all that `file` has now.
+    /// Maps the whole file.
     ///
     /// # Errors
-    /// The operating system's.
+    /// The operating system's error.
     pub fn new(file: File) -> io::Result<Self> {
-        // SAFETY: what another process does to the file meanwhile changes the numbers that are read,
-        // of which any bits are valid. Pages that a shorter file no longer has are not touched: see
-        // `present`.
+        // SAFETY: if another process changes the file, the values read change, and any bit pattern
+        // is valid. Pages that a truncated file no longer has are not touched: see `present`.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self { map, file })
     }
 
-    /// Copies a part of `stored` into `destination`, whatever its kind, device and strides: of the
-    /// dimension `dim` what begins at `start` and is as long as the destination's, of the others all.
-    /// About `piece` elements are on their way at a time.
+    /// Copies a slice of `stored` into `destination`, of any type, device and strides. The slice
+    /// starts at `start` in dimension `dim`, is as long as the destination there, and spans all
+    /// other dimensions. About `piece` elements are processed at a time.
     ///
     /// # Errors
     /// [`CopyError`].
     ///
     /// # Panics
-    /// Where the tensor is not within the file as it was, or has no such part.
+    /// If the tensor or the slice is out of bounds.
     pub fn copy_part(
         &self,
         stored: Stored<'_>,
@@ -77,7 +76,7 @@ impl MappedFile {
         let width = stored.kind.elt_size_in_bytes();
         let elements: i64 = stored.shape.iter().product();
         let bytes = &self.map[stored.offset..stored.offset + elements as usize * width];
-        // Headers of any length come before the numbers.
+        // Data may start at any offset, since headers have any length.
         if !(bytes.as_ptr() as usize).is_multiple_of(width) {
             return self.copy_unaligned(stored, dim, start, destination);
         }
@@ -85,8 +84,8 @@ impl MappedFile {
         for dim in (1..strides.len()).rev() {
             strides[dim - 1] = strides[dim] * stored.shape[dim];
         }
-        // SAFETY: these bytes are mapped for as long as `self` lives, which is longer than the tensor.
-        // Nothing writes to it.
+        // SAFETY: these bytes stay mapped as long as `self`, which outlives the tensor. Nothing
+        // writes to them.
         let whole = unsafe {
             Tensor::f_from_blob(bytes.as_ptr(), stored.shape, &strides, stored.kind, Device::Cpu)?
         };
@@ -122,8 +121,8 @@ impl MappedFile {
         let bytes = start..start + span(source) as usize * source.kind().elt_size_in_bytes();
         self.present(bytes.clone())?;
         if is_turned(target) {
-            // Turned as it is stored, in cache, and then copied in rows: writing numbers one by one, a
-            // row's length apart, takes several times as long.
+            // Transposed in cache first and then copied row by row: writing single elements a row
+            // apart takes several times as long.
             let turned = source.f_contiguous()?.f_tr()?.f_contiguous()?;
             target.f_tr()?.f_copy_(&turned)?;
         } else {
@@ -133,7 +132,7 @@ impl MappedFile {
         Ok(())
     }
 
-    /// What no tensor can be made of where it lies: a copy of its own, tensors of older files alone.
+    /// Copies unaligned data, which only old files have, through a buffer.
     fn copy_unaligned(
         &self,
         stored: Stored<'_>,
@@ -155,8 +154,8 @@ impl MappedFile {
         Ok(())
     }
 
-    /// Brings pages into memory. The kernel reports what a plain access would end the process for: a
-    /// file that has become shorter, a disk that fails.
+    /// Loads pages into memory. The kernel reports a truncated file or a failing disk, where a
+    /// plain access would kill the process.
     fn present(&self, bytes: Range<usize>) -> io::Result<()> {
         let length = self.file.metadata()?.len();
         if length < bytes.end as u64 {
@@ -164,22 +163,22 @@ impl MappedFile {
             return Err(io::Error::new(ErrorKind::UnexpectedEof, text));
         }
         match self.map.advise_range(Advice::PopulateRead, bytes.start, bytes.len()) {
-            // Kernels before 5.14 do not know it.
+            // Kernels before 5.14 do not support it.
             Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(()),
             outcome => outcome,
         }
     }
 
-    /// Lets go of pages; the system may keep them in its cache.
+    /// Releases pages; the system may keep them in its cache.
     fn let_go(&self, bytes: Range<usize>) {
-        // SAFETY: the map is of a file and never written: its pages come back as they were.
+        // SAFETY: a file mapping that is never written: released pages are read again unchanged.
         let _ = unsafe {
             self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len())
         };
     }
 }
 
-/// Whether a matrix on a CPU lies column by column.
+/// Whether a CPU matrix is column-major.
 fn is_turned(target: &Tensor) -> bool {
     target.device() == Device::Cpu
         && target.dim() == 2
@@ -187,7 +186,7 @@ fn is_turned(target: &Tensor) -> bool {
         && target.stride()[1] > 1
 }
 
-/// Elements from the first to the last, whether they belong to the tensor or lie between.
+/// Number of elements between the first and the last, including gaps.
 fn span(tensor: &Tensor) -> i64 {
     let reach = tensor.size().into_iter().zip(tensor.stride());
     1 + reach.map(|(size, stride)| (size - 1) * stride).sum::<i64>()
@@ -197,7 +196,7 @@ fn span(tensor: &Tensor) -> i64 {
 mod tests {
     use super::*;
 
-    /// A file of `ahead` bytes and then these numbers.
+    /// A file of `ahead` bytes followed by these numbers.
     fn mapped(ahead: usize, numbers: &[f32]) -> (tempfile::NamedTempFile, MappedFile) {
         let file = tempfile::NamedTempFile::new().unwrap();
         let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
@@ -241,7 +240,7 @@ mod tests {
         file.as_file().set_len(100).unwrap();
         let error = map.copy_part(stored, 0, 0, &target, 1 << 10).unwrap_err();
         assert!(error.to_string().contains("it has become shorter: 100 bytes"), "{error}");
-        // Without the look at its length the kernel says so.
+        // Without the length check the kernel reports it.
         let refused = map.map.advise_range(Advice::PopulateRead, 1 << 14, 100);
         assert!(refused.is_err());
     }

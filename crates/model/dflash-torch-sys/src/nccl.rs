@@ -1,15 +1,14 @@
-//! NVIDIA's collectives between GPUs, opened when they are needed instead of linked: a build machine
-//! has neither CUDA nor NCCL.
+//! NCCL collectives between GPUs, loaded on demand instead of linked, since build machines have
+//! neither CUDA nor NCCL.
 //!
-//! The functions are looked up in `libnccl.so.2`, which libtorch's CUDA half has loaded already;
-//! cudarc's own loader does not know that name, so only its streams and events are used. A
-//! collective runs on a stream of its own: it waits there for what the computation has written so
-//! far, and the computation waits for it only from [`NcclWork::wait`] on. The host waits for
-//! neither.
+//! Functions are looked up in `libnccl.so.2`, which libtorch's CUDA library has already loaded.
+//! cudarc's own loader does not know that name, so only its streams and events are used.
+//! Collectives run on their own stream, after the computation submitted so far; the computation
+//! waits for a collective only from [`NcclWork::wait`] on. The host never waits.
 //!
-//! NCCL has no timeouts, and of a peer on the same machine that dies it says nothing. So a group can be
-//! watched from another thread ([`NcclWatch`]) and given up: what waits in it then comes back, and
-//! from then on every call and every wait is an error.
+//! NCCL has no timeouts and does not report the death of a peer on the same machine. So another
+//! thread can monitor a group ([`NcclWatch`]) and abandon it: pending waits return, and every later
+//! call and wait is an error.
 
 mod library;
 mod order;
@@ -28,33 +27,33 @@ use crate::{Error, ReduceOp};
 use library::{Comm, IN_PROGRESS, Library, Status, Stream, UniqueId};
 use order::Order;
 
-/// The driver, without which no CUDA works.
+/// The driver, required by CUDA.
 const DRIVER: &std::ffi::CStr = c"libcuda.so.1";
 
-/// What rank 0 makes and all ranks of a group present: NCCL's `ncclUniqueId`.
+/// Size of NCCL's `ncclUniqueId`, created by rank 0 and passed by all ranks of a group.
 pub const ID_BYTES: usize = 128;
 
-/// How long a group that is given up waits for a call to come back before it is ended under the call.
+/// How long abandoning a group waits for a running call before it aborts the communicator.
 const CALLS_END: Duration = Duration::from_millis(500);
 
-/// Whether NCCL and the driver can be used on this machine.
+/// Checks that NCCL and the driver can be used on this machine.
 ///
 /// # Errors
 /// [`Error::NoNccl`] with the loader's reason.
 pub fn find_nccl() -> Result<(), Error> {
     Library::open()?;
-    // cudarc panics without it.
+    // cudarc panics if the driver is missing.
     open_library(DRIVER, libc::RTLD_NOW).map_err(|reason| Error::NoNccl { reason })?;
     Ok(())
 }
 
-/// Whether the `libnccl.so.2` that is found works on the host's memory. NVIDIA's does not; that of the
-/// tests says so, and then the same calls carry CPU tensors.
+/// Whether the `libnccl.so.2` found works on host memory. NVIDIA's does not; the tests' fake does,
+/// and then the same calls process CPU tensors.
 pub fn nccl_takes_host_memory() -> bool {
     Library::open().is_ok_and(|library| library.takes_host_memory)
 }
 
-/// What the ranks of a new group must present; made by one of them.
+/// Creates the id of a new group, which all its ranks must pass to `join`.
 ///
 /// # Errors
 /// [`Error::NoNccl`], [`Error::Nccl`].
@@ -67,7 +66,7 @@ pub fn nccl_id() -> Result<[u8; ID_BYTES], Error> {
     Ok(id.0.map(|byte| byte as u8))
 }
 
-/// One process's place in a group of GPU processes, for tensors of its device that are contiguous.
+/// One process's membership in a group of GPU processes, for contiguous tensors on its device.
 ///
 /// All processes must start the same collectives in the same order.
 pub struct NcclGroup {
@@ -75,45 +74,45 @@ pub struct NcclGroup {
     size: i64,
 }
 
-/// A look at a group from another thread than the one that calls it.
+/// Monitors a group from another thread.
 pub struct NcclWatch {
     member: Arc<Member>,
 }
 
-/// What the thread that calls and the one that watches share.
+/// Shared by the calling and the monitoring thread.
 struct Member {
     library: Library,
     comm: Comm,
     order: Order,
-    /// Held during every call: while it is, the communicator is not ended.
+    /// Held during every call, so that the communicator is not aborted meanwhile.
     calls: Mutex<()>,
-    /// Whether the communicator was ended, after which NCCL must not see it again.
+    /// Whether the communicator was aborted; NCCL must not see it again.
     ended: AtomicBool,
-    /// Why the group was given up.
+    /// Why the group was abandoned.
     given_up: OnceLock<String>,
-    /// In the order in which they were started.
+    /// In start order.
     unfinished: Mutex<VecDeque<Unfinished>>,
 }
 
-/// A collective that was begun and is not known to be done.
+/// A started collective that is not known to be complete.
 struct Unfinished {
     operation: &'static str,
     begun: Instant,
-    /// `None` while NCCL's call itself runs.
+    /// `None` while NCCL's call itself is running.
     done: Option<Arc<CudaEvent>>,
 }
 
-// SAFETY: the communicator is called by one thread at a time, the holder of `calls`; what NCCL allows
-// beside a call is asking for its asynchronous error and aborting it.
+// SAFETY: one thread at a time calls the communicator, the holder of `calls`. NCCL permits reading
+// the asynchronous error and aborting concurrently with a call.
 unsafe impl Send for Member {}
 // SAFETY: as above.
 unsafe impl Sync for Member {}
 
 impl NcclGroup {
-    /// Joins the group of `id` as `rank` of `size`, for tensors on `device`; returns when all have.
+    /// Joins the group `id` as `rank` of `size`, for tensors on `device`; waits for all ranks.
     ///
     /// # Errors
-    /// [`Error::NoNccl`], [`Error::Nccl`]: two ranks on one GPU are refused, for instance.
+    /// [`Error::NoNccl`], [`Error::Nccl`]: for instance if two ranks use one GPU.
     pub fn join(
         id: &[u8; ID_BYTES],
         (rank, size): (usize, usize),
@@ -134,7 +133,7 @@ impl NcclGroup {
         let mut comm = std::ptr::null_mut();
         let id = UniqueId(id.map(|byte| byte as c_char));
         let (nranks, own) = (to_int(size), to_int(rank));
-        // The communicator is bound to the GPU that is current.
+        // The communicator is bound to the current GPU.
         order.bind("join")?;
         // SAFETY: the out pointer is a local; the id is passed by value.
         let status = unsafe { (library.init_rank)(&mut comm, nranks, id, own) };
@@ -151,13 +150,13 @@ impl NcclGroup {
         Ok(Self { member: Arc::new(member), size: i64::from(nranks) })
     }
 
-    /// A look at it for another thread.
+    /// A monitor for another thread.
     pub fn watch(&self) -> NcclWatch {
         NcclWatch { member: Arc::clone(&self.member) }
     }
 
-    /// Whether it has not been given up: only then are results that were waited for what they should
-    /// be. Ask once the host has seen a value that follows from them.
+    /// Checks that the group has not been abandoned. Only then are awaited results valid. Call this
+    /// after the host has read a value that depends on them.
     ///
     /// # Errors
     /// [`Error::NcclGivenUp`].
@@ -165,23 +164,23 @@ impl NcclGroup {
         self.member.check_given_up("the work")
     }
 
-    /// Combines `tensor` over all ranks in place, in all of them.
+    /// Reduces `tensor` over all ranks, in place on every rank.
     ///
     /// # Errors
-    /// [`Error::Nccl`], as for all collectives, also where types or sizes do not fit;
-    /// [`Error::NcclPeer`] where a peer or the network failed; [`Error::NcclGivenUp`].
+    /// [`Error::Nccl`], as for all collectives, also if types or sizes differ; [`Error::NcclPeer`]
+    /// if a peer or the network failed; [`Error::NcclGivenUp`].
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<NcclWork, Error> {
         let op = if op == ReduceOp::Max { 2 } else { 0 };
         let (data, kind) = (tensor.data_ptr(), self.kind_of("all-reduce", tensor)?);
         let Member { library, comm, .. } = &*self.member;
-        // SAFETY (here and below): contiguous memory of the group's device that the work keeps, of the
-        // size and type that are named.
+        // SAFETY (here and below): contiguous memory on the group's device, of the stated size and
+        // type, kept alive by the work.
         self.start("all-reduce", &[tensor], |stream| unsafe {
             (library.all_reduce)(data, data, tensor.numel(), kind, op, *comm, stream)
         })
     }
 
-    /// Overwrites `tensor` in all ranks with that of `root`.
+    /// Overwrites `tensor` on all ranks with that of `root`.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<NcclWork, Error> {
         let (data, kind) = (tensor.data_ptr(), self.kind_of("broadcast", tensor)?);
         let root = to_int(root);
@@ -191,7 +190,7 @@ impl NcclGroup {
         })
     }
 
-    /// Writes the `input`s of all ranks, one after the other, into `output`.
+    /// Concatenates the `input`s of all ranks in `output`.
     pub fn all_gather(&self, output: &Tensor, input: &Tensor) -> Result<NcclWork, Error> {
         self.check_sizes("all-gather", output, input)?;
         let kind = self.kind_of("all-gather", input)?;
@@ -202,7 +201,7 @@ impl NcclGroup {
         })
     }
 
-    /// Sums the `input`s over all ranks and writes this rank's part into `output`.
+    /// Sums the `input`s over all ranks and writes this rank's part to `output`.
     pub fn reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<NcclWork, Error> {
         self.check_sizes("reduce-scatter", input, output)?;
         let kind = self.kind_of("reduce-scatter", input)?;
@@ -228,7 +227,7 @@ impl NcclGroup {
         Err(Error::Nccl { operation, message })
     }
 
-    /// nccl.h's number of the tensor's element type; refuses one of another device.
+    /// nccl.h's number of the tensor's element type; rejects tensors on other devices.
     fn kind_of(&self, operation: &'static str, tensor: &Tensor) -> Result<c_int, Error> {
         if !self.member.order.takes(tensor.device()) {
             let device = tensor.device();
@@ -238,7 +237,7 @@ impl NcclGroup {
         number_of(operation, tensor.kind())
     }
 
-    /// Starts `call` behind what the computation has done so far.
+    /// Starts `call` after the computation submitted so far.
     fn start(
         &self,
         operation: &'static str,
@@ -252,7 +251,7 @@ impl NcclGroup {
 }
 
 impl Member {
-    /// Makes `call`, known to those who watch; what tells that the collective is done.
+    /// Runs `call`, visible to monitors; returns the event that marks its completion.
     fn call(
         &self,
         operation: &'static str,
@@ -267,7 +266,7 @@ impl Member {
         let done = self.order.mark(operation);
         let mut unfinished = lock(&self.unfinished);
         let mut own = unfinished.pop_back().expect("calls are made one at a time");
-        // A call under which the group was given up comes back with whatever it has.
+        // A call during which the group was abandoned returns without a valid result.
         self.check_given_up(operation)?;
         self.library.check(operation, self.comm, status)?;
         let done = done?.map(Arc::new);
@@ -285,12 +284,12 @@ impl Member {
         }
     }
 
-    /// Ends the communicator, once. Unlike destroying, aborting does not wait for lost peers; the
-    /// work that counts has been waited for.
+    /// Aborts the communicator, once. Unlike destroying it, this does not wait for lost peers;
+    /// relevant work has been waited for.
     fn end(&self) {
         if !self.ended.swap(true, Ordering::SeqCst) {
-            // SAFETY: owned, ended once. No call begins after `given_up` is set or in a drop; one
-            // that still runs is what aborting is for.
+            // SAFETY: owned, aborted once. No call starts after `given_up` is set or during a drop;
+            // aborting is meant to interrupt a call that still runs.
             unsafe { (self.library.abort)(self.comm) };
         }
     }
@@ -303,7 +302,7 @@ impl Drop for Member {
 }
 
 impl NcclWatch {
-    /// Whether NCCL and the GPU know of no fault by themselves.
+    /// Checks for errors that NCCL or the GPU report asynchronously.
     ///
     /// # Errors
     /// [`Error::Nccl`], [`Error::NcclPeer`].
@@ -313,17 +312,17 @@ impl NcclWatch {
             return Ok(());
         }
         let mut fault = IN_PROGRESS;
-        // SAFETY: a live communicator, which only this thread ends; the out pointer is a local.
+        // SAFETY: a live communicator, which only this thread aborts; the out pointer is a local.
         let status = unsafe { (library.async_error)(*comm, &mut fault) };
         let operation = "the group";
         library.check(operation, *comm, status)?;
         if fault == IN_PROGRESS { Ok(()) } else { library.check(operation, *comm, fault) }
     }
 
-    /// The oldest collective that is not done, and when it was begun.
+    /// The oldest incomplete collective and its start time.
     ///
     /// # Errors
-    /// [`Error::Nccl`] where the GPU has failed.
+    /// [`Error::Nccl`] if the GPU has failed.
     pub fn oldest_unfinished(&self) -> Result<Option<(&'static str, Instant)>, Error> {
         let mut unfinished = lock(&self.member.unfinished);
         while let Some(&Unfinished { operation, begun, ref done }) = unfinished.front() {
@@ -339,15 +338,15 @@ impl NcclWatch {
         Ok(None)
     }
 
-    /// Gives the group up: what waits in it comes back, and all calls and waits fail with `reason`.
+    /// Abandons the group: pending waits return, and all calls and waits fail with `reason`.
     pub fn give_up(&self, reason: String) {
         let member = &*self.member;
-        // Only the first reason counts.
+        // The first reason is kept.
         let _ = member.given_up.set(reason);
         let asked = Instant::now();
         loop {
             let held = member.calls.try_lock();
-            // A call that does not return waits for what will not come, and aborting ends it.
+            // A call that does not return is waiting for a lost peer; aborting ends it.
             if held.is_ok() || asked.elapsed() > CALLS_END {
                 return member.end();
             }
@@ -356,22 +355,21 @@ impl NcclWatch {
     }
 }
 
-/// A collective that was started. Its tensors must not be read or written before
-/// [`NcclWork::wait`].
+/// A started collective. Its tensors must not be accessed before [`NcclWork::wait`].
 pub struct NcclWork {
     operation: &'static str,
-    /// `None` where it was done when the call returned.
+    /// `None` if it was complete when the call returned.
     done: Option<Arc<CudaEvent>>,
     member: Arc<Member>,
-    /// The allocator must not hand their memory to others meanwhile.
+    /// Keeps the allocator from reusing their memory.
     _tensors: Vec<Tensor>,
 }
 
 impl NcclWork {
-    /// Makes the computation wait for the result from here on; the host goes on.
+    /// Makes later computation wait for the result; the host does not wait.
     ///
     /// # Errors
-    /// [`Error::Nccl`] where the driver refuses, [`Error::NcclGivenUp`].
+    /// [`Error::Nccl`] if the driver refuses, [`Error::NcclGivenUp`].
     pub fn wait(&self) -> Result<(), Error> {
         self.member.order.before_computation(self.operation, self.done.as_deref())?;
         self.member.check_given_up(self.operation)
@@ -380,7 +378,7 @@ impl NcclWork {
 
 impl Drop for NcclWork {
     fn drop(&mut self) {
-        // Memory that is freed below is used again in the order of the computation's stream.
+        // Memory freed below is reused in the computation stream's order.
         let _ = self.wait();
     }
 }
@@ -415,7 +413,7 @@ mod tests {
 
     #[test]
     fn finding_agrees_with_joining() {
-        // Without NCCL both say why; with it this machine may still lack a GPU.
+        // Without NCCL both give the reason; with NCCL this machine may still lack a GPU.
         if let Err(missing) = find_nccl() {
             let refused = NcclGroup::join(&[0; ID_BYTES], (0, 1), Device::Cuda(0)).err().unwrap();
             assert_eq!(refused.to_string(), missing.to_string());

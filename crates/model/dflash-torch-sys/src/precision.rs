@@ -1,26 +1,26 @@
-//! How exactly float32 matrices are multiplied on the CPU.
+//! Precision of float32 matrix products on the CPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::{Error, ffi};
 
-/// Whether products are rounded at present. libtorch has one setting for the whole process.
+/// Whether products currently round. libtorch has one setting per process.
 static ROUNDED: AtomicBool = AtomicBool::new(false);
 
-/// From now on products of float32 matrices round their factors to bfloat16; sums stay float32, and
-/// so does all else. With matrix instructions (AMX) that is four to five times faster.
+/// Rounds the factors of float32 matrix products to bfloat16 from now on; sums and all other
+/// operations stay float32. With AMX this is four to five times faster.
 ///
 /// # Errors
-/// libtorch's refusal.
+/// libtorch's error.
 pub fn multiply_in_bf16() -> Result<(), Error> {
     set(true)
 }
 
-/// Does `work` with products of float32 matrices that are `rounded`, as by [`multiply_in_bf16`], or
-/// exact; then they are as they were. Other threads of the process multiply alike meanwhile.
+/// Runs `work` with float32 matrix products that are `rounded` as by [`multiply_in_bf16`], or
+/// exact, then restores the setting. It affects all threads of the process.
 ///
 /// # Errors
-/// libtorch's refusal.
+/// libtorch's error.
 pub fn with_products<T>(rounded: bool, work: impl FnOnce() -> T) -> Result<T, Error> {
     let before = Before(ROUNDED.load(Ordering::Relaxed));
     if before.0 != rounded {
@@ -29,7 +29,7 @@ pub fn with_products<T>(rounded: bool, work: impl FnOnce() -> T) -> Result<T, Er
     Ok(work())
 }
 
-/// The setting to go back to, also after a panic.
+/// Restores the setting, also after a panic.
 struct Before(bool);
 
 impl Drop for Before {
@@ -41,7 +41,7 @@ impl Drop for Before {
 }
 
 fn set(rounded: bool) -> Result<(), Error> {
-    // SAFETY: changes a setting of libtorch's and takes no pointer.
+    // SAFETY: changes a libtorch setting; no pointers.
     ffi::checked("choose how products are rounded", unsafe {
         ffi::dflash_multiply_in_bf16(rounded)
     })?;

@@ -1,8 +1,8 @@
-//! Host memory beside a GPU: buffers that are written again and again, and copies between them and the
-//! GPU on a stream of their own, so that a thread prepares what comes next while the GPU computes.
+//! Reusable host buffers and asynchronous copies to and from a GPU on a separate stream, so that a
+//! thread prepares the next input while the GPU computes.
 //!
-//! [`Upload`] brings a buffer to where it is computed on, [`Download`] brings results to a buffer. On a
-//! CPU a buffer is computed on where it lies, and nothing is copied.
+//! [`Upload`] copies a buffer to the compute device, [`Download`] copies results to a buffer. On a
+//! CPU buffers are used in place without a copy.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -40,94 +40,94 @@ unsafe extern "C" {
     fn dflash_copy_free(copied: *mut RawEvent);
 }
 
-/// Bytes on the host that tensors can be made of without a copy.
+/// Host memory that tensors can view without a copy.
 ///
-/// They are written only while no tensor has them: [`Self::bytes_mut`] sees to that.
+/// It is only written while no tensor views it, which [`Self::bytes_mut`] checks.
 #[derive(Debug)]
 pub struct HostBuffer {
     /// `[bytes]`, uint8, on the CPU.
     memory: Tensor,
 }
 
-/// A buffer that was given to [`Upload::ship`], with the copy that it came to.
+/// A buffer passed to [`Upload::ship`], with its copy.
 pub struct StagedCopy {
     copying: Option<Box<dyn Copying>>,
-    /// `[bytes]`, uint8, where it is computed on.
+    /// `[bytes]`, uint8, on the compute device.
     copied: Tensor,
     buffer: HostBuffer,
 }
 
-/// Results on their way to a buffer, as [`Download::fetch`] has begun it.
+/// Results being copied to a buffer, started by [`Download::fetch`].
 pub struct Arrival {
     copying: Box<dyn Copying>,
-    /// Read until the copy is over.
+    /// Kept alive until the copy is complete.
     _parts: Vec<Tensor>,
     buffer: HostBuffer,
 }
 
-/// A copy beside the computation.
+/// An asynchronous copy.
 pub trait Copying: Send {
-    /// Lets all that this thread asks of the device of `tensor`, the copy's result, come after the copy.
+    /// Makes this thread's later work on the device of `tensor`, the copy's result, wait for it.
     ///
     /// # Errors
     /// The device has failed.
     fn precede(&self, tensor: &Tensor) -> Result<(), Error>;
 
-    /// Returns when the copy is over.
+    /// Waits until the copy is complete.
     ///
     /// # Errors
     /// The device has failed.
     fn wait(&self) -> Result<(), Error>;
 }
 
-/// Brings buffers to where they are computed on.
+/// Copies buffers to the compute device.
 pub trait Upload: Send {
-    /// A buffer of at least so many bytes.
+    /// A buffer of at least `bytes` bytes.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     fn buffer(&self, bytes: usize) -> Result<HostBuffer, Error>;
 
-    /// Begins to bring the first `bytes` bytes of `buffer`.
+    /// Starts copying the first `bytes` bytes of `buffer`.
     ///
     /// # Errors
-    /// No memory on the device, or it has failed.
+    /// Out of memory on the device, or the device has failed.
     fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<StagedCopy, Error>;
 }
 
-/// Brings results to buffers.
+/// Copies results to buffers.
 pub trait Download: Send {
     /// As [`Upload::buffer`].
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     fn buffer(&self, bytes: usize) -> Result<HostBuffer, Error>;
 
-    /// Begins to copy contiguous `parts` end to end into `buffer`, once what this thread has asked of
-    /// the device so far is done.
+    /// Starts copying the contiguous `parts`, concatenated, into `buffer`, after the work that this
+    /// thread has submitted to the device so far.
     ///
     /// # Errors
     /// The device has failed.
     fn fetch(&self, parts: Vec<Tensor>, buffer: HostBuffer) -> Result<Arrival, Error>;
 }
 
-/// What brings buffers to `device`.
+/// The uploader to `device`.
 ///
 /// # Errors
-/// A GPU that is not there.
+/// No such GPU.
 pub fn upload_to(device: Device) -> Result<Box<dyn Upload>, Error> {
     Ok(match device {
-        // It has no streams.
+        // A fake GPU has no streams.
         Device::Cuda(_) if trace::is_fake_cuda() => Box::new(Plain(device)),
         Device::Cuda(index) => Box::new(CopyStream::new(index)?),
         _ => Box::new(Plain(device)),
     })
 }
 
-/// What brings results from `device`; `None` where they lie on the host already.
+/// The downloader from `device`; `None` if results are already on the host.
 ///
 /// # Errors
-/// A GPU that is not there.
+/// No such GPU.
 pub fn download_from(device: Device) -> Result<Option<Box<dyn Download>>, Error> {
     match device {
         Device::Cuda(index) => Ok(Some(Box::new(CopyStream::new(index)?))),
@@ -136,17 +136,17 @@ pub fn download_from(device: Device) -> Result<Option<Box<dyn Download>>, Error>
 }
 
 impl HostBuffer {
-    /// So many zero bytes of ordinary memory.
+    /// A zeroed buffer in pageable memory.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(bytes: usize) -> Result<Self, Error> {
         Self::allocate(bytes, false)
     }
 
-    /// In page-locked memory, which a GPU reads and writes without the processor's help.
+    /// A buffer in page-locked memory, which a GPU accesses without the CPU's help.
     fn pinned(bytes: usize) -> Result<Self, Error> {
-        // libtorch's allocator rounds up so; what it takes anyway can be used.
+        // libtorch's allocator rounds up to a power of two; use all of it.
         Self::allocate(bytes.next_power_of_two(), true)
     }
 
@@ -156,19 +156,19 @@ impl HostBuffer {
         // SAFETY: the out pointer is a local.
         let failure = unsafe { dflash_host_buffer(count, pinned, &mut memory) };
         ffi::checked("make a buffer on the host", failure)?;
-        // SAFETY: a new `at::Tensor`, as tch makes them, and given away once.
+        // SAFETY: a new `at::Tensor`, as tch creates them, handed over once.
         Ok(Self { memory: unsafe { Tensor::from_ptr(memory.cast()) } })
     }
 
-    /// Its bytes.
+    /// Size in bytes.
     pub fn capacity(&self) -> usize {
         self.memory.numel()
     }
 
-    /// All of it, to be written.
+    /// Mutable access to the whole buffer.
     ///
     /// # Panics
-    /// When a tensor of [`Self::tensor`] is still there: a bug, since its values would change.
+    /// When a tensor from [`Self::tensor`] is still alive: a bug, since its values would change.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: a live tensor.
         let alone = unsafe { dflash_owns_alone(raw(&self.memory)) };
@@ -177,12 +177,12 @@ impl HostBuffer {
         if length == 0 {
             return &mut [];
         }
-        // SAFETY: initialised bytes of a contiguous tensor on the host. Nobody else has its memory, and
-        // nobody gets it while `self` is borrowed.
+        // SAFETY: initialised bytes of a contiguous host tensor. No other tensor shares the memory,
+        // and none can while `self` is borrowed.
         unsafe { std::slice::from_raw_parts_mut(self.memory.data_ptr().cast(), length) }
     }
 
-    /// The first `bytes` bytes as a tensor, uint8, of the same memory.
+    /// A view of the first `bytes` bytes, uint8.
     pub fn tensor(&self, bytes: usize) -> Tensor {
         self.memory.narrow(0, 0, bytes as i64)
     }
@@ -194,8 +194,8 @@ impl StagedCopy {
         Self { copying, copied, buffer }
     }
 
-    /// The bytes where they are computed on, uint8. What this thread asks of the device from now on
-    /// comes after their copy.
+    /// The bytes on the compute device, uint8. Work that this thread submits to the device from now
+    /// on runs after the copy.
     ///
     /// # Errors
     /// The device has failed.
@@ -206,7 +206,7 @@ impl StagedCopy {
         Ok(self.copied.shallow_clone())
     }
 
-    /// The buffer once its copy is over, to be written again; no tensor of it may be left.
+    /// Waits for the copy and returns the buffer for reuse; no tensor of it may be alive.
     ///
     /// # Errors
     /// The device has failed.
@@ -225,12 +225,12 @@ impl fmt::Debug for StagedCopy {
 }
 
 impl Arrival {
-    /// Of `parts` that are under way to `buffer`.
+    /// Wraps the pending copy of `parts` into `buffer`.
     pub fn new(buffer: HostBuffer, parts: Vec<Tensor>, copying: Box<dyn Copying>) -> Self {
         Self { copying, _parts: parts, buffer }
     }
 
-    /// The buffer once the results are in it.
+    /// Waits for the results and returns the buffer.
     ///
     /// # Errors
     /// The device has failed.
@@ -246,13 +246,13 @@ impl fmt::Debug for Arrival {
     }
 }
 
-/// Ordinary memory: computed on where it lies, or copied at once to where that is.
+/// Pageable memory: used in place on a CPU, or copied synchronously.
 #[derive(Debug)]
 struct Plain(Device);
 
 impl Upload for Plain {
     fn buffer(&self, bytes: usize) -> Result<HostBuffer, Error> {
-        // Rows are much alike: a little more, so that the next largest fits too.
+        // Rows have similar sizes; some spare room fits the next larger one too.
         HostBuffer::new(bytes + bytes / 8)
     }
 
@@ -262,14 +262,14 @@ impl Upload for Plain {
     }
 }
 
-/// A stream of a GPU that copies alone, from and to page-locked memory.
+/// A GPU stream dedicated to copies, with page-locked buffers.
 #[derive(Debug)]
 struct CopyStream(*mut RawStream);
 
-// SAFETY: a plain value, which says which stream of which device; no thread changes it.
+// SAFETY: a plain value that identifies a device and stream; no thread changes it.
 unsafe impl Send for CopyStream {}
 
-/// What a copy is followed by in its stream.
+/// Event recorded after a copy in its stream.
 #[derive(Debug)]
 struct Event(*mut RawEvent);
 
@@ -302,11 +302,11 @@ impl Upload for CopyStream {
     fn ship(&self, buffer: HostBuffer, bytes: usize) -> Result<StagedCopy, Error> {
         let host = buffer.tensor(bytes);
         let (mut device, mut copied) = (null_mut(), null_mut());
-        // SAFETY: live objects; the out pointers are locals. libtorch's allocator keeps page-locked
-        // memory from others until the copy is over, even where the buffer goes before that.
+        // SAFETY: live objects; the out pointers are locals. libtorch's allocator does not reuse
+        // page-locked memory until the copy is complete, even if the buffer is dropped before.
         let failure = unsafe { dflash_copy_up(self.0, raw(&host), &mut device, &mut copied) };
         ffi::checked("copy a row to the GPU", failure)?;
-        // SAFETY: a new `at::Tensor`, as tch makes them, and given away once.
+        // SAFETY: a new `at::Tensor`, as tch creates them, handed over once.
         let device = unsafe { Tensor::from_ptr(device.cast()) };
         Ok(StagedCopy::new(buffer, device, Some(Box::new(Event(copied)))))
     }
@@ -320,7 +320,7 @@ impl Download for CopyStream {
     fn fetch(&self, parts: Vec<Tensor>, buffer: HostBuffer) -> Result<Arrival, Error> {
         let handles: Vec<*const RawTensor> = parts.iter().map(raw).collect();
         let (mut copied, count) = (null_mut(), handles.len() as i64);
-        // SAFETY: live objects, which the arrival keeps; the out pointer is a local.
+        // SAFETY: live objects, kept by the arrival; the out pointer is a local.
         let failure = unsafe {
             dflash_copy_down(self.0, handles.as_ptr(), count, raw(&buffer.memory), &mut copied)
         };
@@ -349,7 +349,7 @@ impl Drop for Event {
     }
 }
 
-/// tch's handle is a pointer to the `at::Tensor` that the shim expects.
+/// tch's handle points to an `at::Tensor`, as the shim expects.
 fn raw(tensor: &Tensor) -> *const c_void {
     tensor.as_ptr().cast()
 }
@@ -395,7 +395,7 @@ mod tests {
         assert!(refused.contains("allocate memory"), "{refused}");
     }
 
-    /// As far as calls go without a GPU: to libtorch's registries, which have nothing for one.
+    /// Without a GPU the calls reach libtorch's registries, which have no entry for one.
     #[test]
     fn without_a_gpu_streams_and_page_locked_memory_are_refused() {
         if tch::Cuda::is_available() {

@@ -1,4 +1,4 @@
-//! c10d's key-value store, through which processes find one another.
+//! c10d's key-value store, through which processes find each other.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{IntoRawFd, RawFd};
@@ -9,30 +9,29 @@ use std::time::Duration;
 use crate::Error;
 use crate::ffi::{self, RawStore, Text};
 
-/// A connection to a TCPStore, and with [`Store::serve`] the server too.
+/// A connection to a TCPStore; with [`Store::serve`] also the server.
 ///
-/// Calls from several threads take turns, so one that waits in [`Store::get`] holds up the
-/// others: a thread that sets what another waits for needs a connection of its own.
-/// Values are bytes of any content.
+/// Calls from several threads are serialised, so a thread that waits in [`Store::get`] blocks the
+/// others: a thread that sets the awaited key needs its own connection. Values are arbitrary bytes.
 #[derive(Debug)]
 pub struct Store {
     raw: NonNull<RawStore>,
     port: u16,
 }
 
-// SAFETY: the C++ object is reference-counted atomically and TCPStore serialises its
-// operations with a mutex of its own.
+// SAFETY: the C++ object has an atomic reference count, and TCPStore serialises its operations with
+// its own mutex.
 unsafe impl Send for Store {}
 // SAFETY: as above; every method of the shim takes the store by const pointer.
 unsafe impl Sync for Store {}
 
 impl Store {
-    /// Listens on `address` alone (port 0: a free one, see [`Store::port`]) until dropped.
+    /// Listens on `address` only (port 0 for a free one, see [`Store::port`]) until dropped.
     /// `timeout` bounds [`Store::get`].
     ///
     /// # Errors
-    /// [`Error::Listen`] where the address is taken or cannot be used, [`Error::Torch`] where the
-    /// server does not start on it.
+    /// [`Error::Listen`] if the address is in use or not usable, [`Error::Torch`] if the server
+    /// does not start.
     pub fn serve(address: impl Into<SocketAddr>, timeout: Duration) -> Result<Self, Error> {
         let address = address.into();
         let failed = |source| Error::Listen { address, source };
@@ -43,19 +42,18 @@ impl Store {
         Self::tcp(&bound.ip().to_string(), bound.port(), role, timeout)
     }
 
-    /// As [`Store::serve`], on all interfaces.
+    /// [`Store::serve`] on all interfaces.
     ///
     /// # Errors
-    /// [`Error::Torch`] where the port is taken or may not be used.
+    /// [`Error::Torch`] if the port is in use or not permitted.
     pub fn serve_everywhere(port: u16, timeout: Duration) -> Result<Self, Error> {
         Self::tcp("127.0.0.1", port, Role::Server(None), timeout)
     }
 
-    /// Connects to the store at `host:port`, retrying until `timeout`, which bounds
-    /// [`Store::get`] as well.
+    /// Connects to the store at `host:port` within `timeout`, which also bounds [`Store::get`].
     ///
     /// # Errors
-    /// [`Error::Torch`] where nothing answers in time or what answers is not a TCPStore.
+    /// [`Error::Torch`] if nothing answers in time or it is not a TCPStore.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self, Error> {
         Self::tcp(host, port, Role::Client, timeout)
     }
@@ -78,20 +76,20 @@ impl Store {
         self.port
     }
 
-    /// Sets `key`, over what it held.
+    /// Sets `key`, replacing any previous value.
     ///
     /// # Errors
-    /// [`Error::Torch`] where the server is gone, as for all that follow.
+    /// [`Error::Torch`] if the server is gone, as for all methods below.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), Error> {
         ffi::checked("write to the store", unsafe {
             ffi::dflash_store_set(self.pointer(), Text::new(key), Text::new(value))
         })
     }
 
-    /// Waits for `key` and returns what it holds.
+    /// Waits for `key` and returns its value.
     ///
     /// # Errors
-    /// [`Error::Torch`] also where the store's timeout passes first.
+    /// [`Error::Torch`], also if the store's timeout expires.
     pub fn get(&self, key: &str) -> Result<Vec<u8>, Error> {
         let (mut value, mut length) = (std::ptr::null_mut(), 0);
         ffi::checked("read from the store", unsafe {
@@ -109,7 +107,7 @@ impl Store {
         Ok(present)
     }
 
-    /// Adds `amount` to the number at `key` (0 when unset) and returns the new one.
+    /// Adds `amount` to the number at `key` (0 if unset) and returns the sum.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, Error> {
         let mut total = 0;
         ffi::checked("count in the store", unsafe {
@@ -149,10 +147,10 @@ impl Drop for Store {
     }
 }
 
-/// libtorch's own log, for those who look for faults in it.
+/// Log level variable of libtorch, for debugging.
 const LOG_VARIABLE: &str = "TORCH_CPP_LOG_LEVEL";
 
-/// Keeps c10d's logs, with their stack traces, off the terminal unless the user asked for them.
+/// Keeps c10d's logs, with their stack traces, off the terminal unless the user enables them.
 fn quiet_logs() {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
@@ -163,10 +161,10 @@ fn quiet_logs() {
     });
 }
 
-/// What a connection to the store comes with.
+/// Role of this end of a connection.
 enum Role {
     Client,
-    /// The server, on a bound socket if there is one.
+    /// The server, on a bound socket if given.
     Server(Option<RawFd>),
 }
 
@@ -174,7 +172,7 @@ enum Role {
 mod tests {
     use super::*;
 
-    /// For a machine that is busy with other tests.
+    /// Long enough for a machine that is busy with other tests.
     const PATIENCE: Duration = Duration::from_secs(60);
     const SOON: Duration = Duration::from_millis(300);
 
@@ -225,7 +223,7 @@ mod tests {
 
     #[test]
     fn only_the_given_address_is_listened_on() {
-        // All of 127.0.0.0/8 is the loopback, so its second address tells them apart anywhere.
+        // All of 127.0.0.0/8 is loopback, so a second address tells the two apart on any machine.
         let reached = |port| std::net::TcpStream::connect(("127.0.0.2", port)).is_ok();
         assert!(!reached(Store::serve(LOOPBACK, PATIENCE).unwrap().port()));
         assert!(reached(Store::serve_everywhere(0, PATIENCE).unwrap().port()));

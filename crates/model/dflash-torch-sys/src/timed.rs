@@ -1,6 +1,5 @@
-//! Where a GPU's time goes: events on libtorch's stream at each change of a part of the work, and the time
-//! between them. The GPU waits for nothing that it would not wait for anyhow, and the host only once the
-//! work is done.
+//! Measures GPU time per part of the work: an event on libtorch's stream at each change of part.
+//! This adds no waiting on the GPU, and the host waits only at the end.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -16,16 +15,16 @@ thread_local! {
     static MARKS: RefCell<Option<Marks>> = const { RefCell::new(None) };
 }
 
-/// Events in order, each with the number of the part that begins at it.
+/// Events in order, each with the number of the part that starts there.
 struct Marks {
     context: Arc<CudaContext>,
     index: usize,
     events: Vec<(u32, CUevent)>,
-    /// The first refusal; nothing is noted after it.
+    /// The first error; nothing is recorded after it.
     failed: Option<Error>,
 }
 
-/// From now on this thread's changes of parts on the GPU `index` are timed.
+/// Starts timing this thread's parts on the GPU `index`.
 ///
 /// # Errors
 /// No such GPU.
@@ -37,7 +36,7 @@ pub(crate) fn begin(index: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// The part of this number begins, behind all that was asked of the GPU so far.
+/// Starts part `part` after all work submitted to the GPU so far.
 pub(crate) fn mark(part: u32) {
     MARKS.with_borrow_mut(|marks| {
         if let Some(marks) = marks.as_mut().filter(|marks| marks.failed.is_none())
@@ -48,10 +47,10 @@ pub(crate) fn mark(part: u32) {
     });
 }
 
-/// Waits for the GPU; milliseconds of each stretch, with its part's number.
+/// Waits for the GPU and returns the milliseconds of each stretch, with its part's number.
 ///
 /// # Errors
-/// What the driver says, then or at any mark.
+/// The driver's error, now or at an earlier mark.
 pub(crate) fn end(part: u32) -> Result<Vec<(u32, f64)>, Error> {
     mark(part);
     let mut marks = MARKS.take().expect("begun");
@@ -66,7 +65,7 @@ impl Marks {
         let stream = current_stream(self.index)?;
         let event = event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(refused)?;
         self.events.push((part, event));
-        // SAFETY: a new event, and libtorch's stream, which lives as long as the process.
+        // SAFETY: a new event, and libtorch's stream, which lives until the process exits.
         unsafe { event::record(event, stream.cast()) }.map_err(refused)
     }
 
@@ -75,7 +74,7 @@ impl Marks {
         // SAFETY: events of this thread's context, which live as long as `self`.
         unsafe { event::synchronize(last) }.map_err(refused)?;
         let stretch = |pair: &[(u32, CUevent)]| {
-            // SAFETY: as above, both recorded and done.
+            // SAFETY: as above; both are recorded and complete.
             let ms = unsafe { event::elapsed(pair[0].1, pair[1].1) }.map_err(refused)?;
             Ok((pair[0].0, f64::from(ms)))
         };
@@ -85,10 +84,10 @@ impl Marks {
 
 impl Drop for Marks {
     fn drop(&mut self) {
-        // Another thread than the one that made them would need the context.
+        // A thread other than their creator needs the context to be current.
         let _ = self.context.bind_to_thread();
         for &(_, event) in &self.events {
-            // SAFETY: made by `add`, and not used any more.
+            // SAFETY: created by `add` and no longer used.
             let _ = unsafe { event::destroy(event) };
         }
     }

@@ -1,16 +1,15 @@
 //! A fake GPU: records what a step would launch, on tensors that have shapes but no data.
 //!
-//! [`on_fake_cuda`] runs a function this way, on its own thread and never where libtorch_cuda is loaded.
-//! Inside, tensors on `Device::Cuda(0)` can be created and computed with, on machines without a GPU
-//! and in next to no memory: operators for CUDA take shapes from the meta device and record bytes,
-//! arithmetic and launches. Reading a value of one, waiting for one, or mixing them with host
-//! tensors is an error that names the operator. Outside, everything here does nothing and costs one
-//! check of a thread-local variable.
+//! [`on_fake_cuda`] runs a function on its own thread, never in a process that has loaded
+//! libtorch_cuda. Inside, code can create and use tensors on `Device::Cuda(0)` without a GPU and
+//! with almost no memory: CUDA operators take shapes from the meta device and record bytes,
+//! arithmetic and launches. Reading a value, waiting for one, or mixing devices is an error that
+//! names the operator. Outside, everything here costs one check of a thread-local variable.
 //!
-//! The code that runs is the code for CUDA. So tests fail on a synchronisation within a step, on
-//! mixed devices or on extra launches, and `dflash plan` predicts the time of a step. With
-//! `DFLASH_TEST_DEVICE=fake_cuda` the tests for a real GPU run here too; values can then be read,
-//! as zeros, and are not compared.
+//! It runs the real CUDA code paths. So tests detect a synchronisation within a step, mixed devices
+//! or extra launches, and `dflash plan` predicts the time of a step. With
+//! `DFLASH_TEST_DEVICE=fake_cuda` the tests for a real GPU also run here; values then read as zeros
+//! and are not compared.
 
 use std::cell::{Cell, RefCell};
 
@@ -26,73 +25,73 @@ thread_local! {
     static PARTS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The part of all that belongs to no other.
+/// The part of events outside any named part.
 pub const NO_PART: &str = "other";
 
-/// What kind of event it is.
+/// Type of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Form {
-    /// An operator of libtorch.
+    /// A libtorch operator.
     Operator,
-    /// A kernel of our own.
+    /// One of our own kernels.
     OwnKernel,
-    /// A copy from the host that runs beside the GPU's work.
+    /// A host-to-device copy that overlaps GPU work.
     Upload,
-    /// A copy from the host for which the host first waits until all earlier work is done.
+    /// A host-to-device copy for which the host first waits for all earlier work.
     BlockingUpload,
     /// The host waits for the GPU.
     Wait,
 }
 
-/// Something that a GPU would be asked to do.
+/// Something that a GPU would execute.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Event {
-    /// As libtorch names it, such as `aten::mm`, or our kernel's name.
+    /// libtorch's name, such as `aten::mm`, or our kernel's name.
     pub operation: String,
     /// The part of the step.
     pub part: &'static str,
-    /// What kind of event it is.
+    /// Type of event.
     pub form: Form,
-    /// Kernels that it launches.
+    /// Number of kernels launched.
     pub launches: u64,
-    /// Bytes read, each argument once.
+    /// Bytes read, counting each argument once.
     pub read: f64,
     /// Bytes written.
     pub written: f64,
-    /// Multiplications and additions of products; 0 for all that is elementwise.
+    /// Arithmetic operations of matrix products; 0 for elementwise operators.
     pub flops: f64,
-    /// The same with all that a kernel computes because its tiles are full: more only for attention.
+    /// `flops` including masked pairs in partly filled tiles; differs only for attention.
     pub tile_flops: f64,
 }
 
-/// All that was asked, and the memory that tensors took.
+/// All recorded events, and memory use.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Record {
     /// In order.
     pub events: Vec<Event>,
-    /// Bytes of tensors at the end, in the granules of CUDA's allocator (512 bytes).
+    /// Bytes of live tensors at the end, rounded like CUDA's allocator (to 512 bytes).
     pub live_bytes: u64,
-    /// Most bytes at one time.
+    /// Peak bytes.
     pub peak_bytes: u64,
-    /// The part in which that was.
+    /// The part in which the peak occurred.
     pub peak_part: &'static str,
 }
 
-/// Whether CUDA is fake on this thread. Then one of our own kernels is not launched, but given
-/// to [`own_kernel`], and its results are tensors of the right shape.
+/// Whether CUDA is fake on this thread. If so, our kernels are not launched but passed to
+/// [`own_kernel`], and results are tensors of the right shape.
 pub fn is_fake_cuda() -> bool {
     FAKE_CUDA.get()
 }
 
-/// Notes a launch of one of our own kernels, with all that it reads and writes.
+/// Records a launch of one of our own kernels, with all tensors that it reads and writes.
 ///
 /// # Panics
-/// Tensors that are not fake: a bug of the caller.
+/// If a tensor is not fake: a bug of the caller.
 pub fn own_kernel(name: &'static str, reads: &[&Tensor], writes: &[&Tensor]) {
     own_kernels((name, 1), reads, writes);
 }
 
-/// The same for so many launches that share the work.
+/// [`own_kernel`] for several launches that share the work.
 ///
 /// # Panics
 /// As [`own_kernel`].
@@ -102,14 +101,14 @@ pub fn own_kernels(kernel: (&'static str, i64), reads: &[&Tensor], writes: &[&Te
     }
 }
 
-/// The part of a step that the thread is in until this is dropped.
+/// Marks the current part of a step until dropped.
 #[derive(Debug)]
 #[must_use = "the part ends when this is dropped"]
 pub struct Part {
     before: Option<u32>,
 }
 
-/// What follows belongs to the part `name`, until the result is dropped. Parts nest; the inner counts.
+/// Assigns what follows to part `name` until the result is dropped. The innermost part counts.
 pub fn part(name: &'static str) -> Part {
     if !is_fake_cuda() && !TIMED.get() {
         return Part { before: None };
@@ -145,17 +144,17 @@ impl Drop for Part {
     }
 }
 
-/// Parts and the milliseconds that each took.
+/// Milliseconds per part.
 pub type PartTimes = Vec<(&'static str, f64)>;
 
-/// Runs `f`, and says for each part how many milliseconds the GPU `index` took for what `f` asked of it there,
-/// gaps in which it waited for the host included; parts in the order in which they first came.
+/// Runs `f` and measures how many milliseconds the GPU `index` spent on each part, including gaps
+/// in which it waited for the host; parts are in order of first appearance.
 ///
 /// # Errors
-/// No such GPU, or what its driver says.
+/// No such GPU, or the driver's error.
 ///
 /// # Panics
-/// Inside itself or a pretence: a bug of the caller.
+/// If nested, or on a fake GPU: a bug of the caller.
 pub fn timed<R>(index: usize, f: impl FnOnce() -> R) -> Result<(R, PartTimes), Error> {
     assert!(!is_fake_cuda() && !TIMED.get(), "one account of the parts at a time");
     PARTS.replace(vec![NO_PART]);
@@ -172,7 +171,7 @@ pub fn timed<R>(index: usize, f: impl FnOnce() -> R) -> Result<(R, PartTimes), E
     Ok((result, sums))
 }
 
-/// Ends the account, by a panic too.
+/// Ends the measurement, also on a panic.
 struct Timing;
 
 impl Drop for Timing {
@@ -181,15 +180,15 @@ impl Drop for Timing {
     }
 }
 
-/// Fakes a CUDA device on this thread from now to its end, for tests of what a GPU's operators take: values may be
-/// read there, and are zeros but for whole numbers that the host has copied and nobody computed with. Nothing is
-/// noted for anybody; to call it again does nothing.
+/// Fakes a CUDA device on this thread for the rest of its life, for tests of GPU operators. Values
+/// may be read; they are zeros, except integers copied from the host and not computed with. Nothing
+/// is recorded; repeated calls have no effect.
 ///
 /// # Errors
 /// libtorch's CUDA library is loaded.
 pub fn fake_cuda_to_the_end() -> Result<(), Error> {
     if is_fake_cuda() {
-        // What was noted is of no use, and would add up.
+        // The record is not used and would accumulate.
         shim::start_over();
         return Ok(());
     }
@@ -200,13 +199,13 @@ pub fn fake_cuda_to_the_end() -> Result<(), Error> {
     Ok(())
 }
 
-/// Forgets what was noted so far, such as a step's preparations. Tensors that are alive still count as
-/// memory, and the peak begins anew with them.
+/// Discards the events so far, such as those of a step's preparation. Live tensors still count as
+/// memory, and the peak restarts from them.
 pub fn start_over() {
     shim::start_over();
 }
 
-/// Ends the pretence, by a panic too.
+/// Ends the fake device, also on a panic.
 struct Pretence;
 
 impl Drop for Pretence {
@@ -217,18 +216,18 @@ impl Drop for Pretence {
     }
 }
 
-/// Runs `f` with a fake CUDA device on this thread, and says what it asked of it.
+/// Runs `f` with a fake CUDA device on this thread and returns the record.
 ///
-/// Tensors of the fake CUDA device may outlive it, but not be computed with any more.
+/// Tensors of the fake device may outlive the call but can no longer be computed with.
 ///
 /// # Errors
-/// libtorch's CUDA library is loaded, or the thread fakes one already.
+/// libtorch's CUDA library is loaded, or CUDA is already fake on this thread.
 pub fn on_fake_cuda<R>(f: impl FnOnce() -> R) -> Result<(R, Record), Error> {
     recorded(f, || {})
 }
 
-/// The same where values may be read, as zeros: for passes whose shapes follow from values, such as those
-/// of experts on the GPUs that pick their rows on the host. Their times say nothing.
+/// [`on_fake_cuda`] where values may be read, as zeros: for passes whose shapes depend on values,
+/// such as experts on GPUs whose rows the host picks. The recorded work is not meaningful.
 ///
 /// # Errors
 /// As [`on_fake_cuda`].

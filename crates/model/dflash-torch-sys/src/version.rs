@@ -1,12 +1,12 @@
-//! The version of the libtorch that this process runs with.
+//! The version of the loaded libtorch.
 
 use crate::{Error, ffi};
 
-/// The version of the loaded library, such as `2.11.0`, from its own build report; what
-/// the program was compiled against plays no part.
+/// The version of the loaded library, such as `2.11.0`, from its build report, regardless of the
+/// version compiled against.
 ///
 /// # Errors
-/// [`Error::NoVersion`] where the report has none.
+/// [`Error::NoVersion`] if the report has none.
 pub fn libtorch_version() -> Result<String, Error> {
     let mut report = std::ptr::null_mut();
     // SAFETY: the out pointer is a local.

@@ -1,4 +1,4 @@
-//! The fake CUDA device: what it notes, what it refuses, and that it stays within its thread and time.
+//! The fake CUDA device: what it records and refuses, and its confinement to thread and time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -14,7 +14,7 @@ fn record(f: impl FnOnce()) -> Record {
     tch::no_grad(|| on_fake_cuda(f)).unwrap().1
 }
 
-/// The message of the panic with which tch ends a refused call.
+/// Message of the panic with which tch reports a refused call.
 fn refusal(f: impl FnOnce()) -> String {
     let caught = catch_unwind(AssertUnwindSafe(|| record(f)));
     let panic = caught.expect_err("nothing was refused");
@@ -44,8 +44,8 @@ fn products_are_noted_with_bytes_and_arithmetic() {
     assert_eq!(product.flops, 2.0 * 64.0 * 32.0 * 16.0);
 }
 
-/// For tests that run on a GPU too: what the host copied is read again, what was computed is zeros, and the next
-/// thread reads nothing.
+/// For tests that also run on a GPU: data copied from the host can be read back, computed data
+/// reads as zeros, and the next thread reads nothing.
 #[test]
 fn a_test_may_read_what_has_no_values() {
     let reading = || {
@@ -58,7 +58,7 @@ fn a_test_may_read_what_has_no_values() {
         assert_eq!(Vec::<i64>::try_from(&sum).unwrap(), [0, 0]);
         let product = Tensor::ones([2, 2], F32).mm(&Tensor::ones([2, 2], F32));
         assert_eq!(product.double_value(&[1, 1]), 0.0);
-        // What it refuses, it still refuses.
+        // It still refuses everything else.
         assert!(
             Tensor::ones([2], F32).f_add(&Tensor::ones([2], (Kind::Float, Device::Cpu))).is_err()
         );
@@ -87,7 +87,7 @@ fn views_cost_nothing_and_share_their_memory() {
 fn elementwise_work_is_read_once_and_written_once() {
     let noted = record(|| {
         let (mut x, row) = (Tensor::empty([128, 64], F32), Tensor::empty([64], F32));
-        // [64] is read once, though each row takes it
+        // [64] is read once, although every row uses it
         let y = &x + &row;
         let _ = x.g_mul_(&y);
         let _ = x.zero_();
@@ -192,7 +192,7 @@ fn mixing_devices_is_refused_by_name() {
         assert!(message.contains(operation), "{message}");
         assert!(message.contains("mixes a tensor on cpu of shape [4]"), "{message}");
     }
-    // a number on the host goes with the launch
+    // a host scalar is passed with the launch
     record(|| drop(Tensor::ones([4], F32) * Tensor::from(2.0f32)));
 }
 
@@ -211,7 +211,7 @@ fn attention(window: Window) -> Record {
     let lengths = |ends: &[i32]| Tensor::from_slice(ends).to_device(GPU);
     record(|| {
         let (q, k) = (Tensor::empty([200, 4, 128], BF16), Tensor::empty([300, 2, 128], BF16));
-        // two lists in one copy, as rows bring them
+        // two lists in one copy, as rows supply them
         let all = lengths(&[0, 150, 200, 0, 100, 300]);
         let sequences = Sequences {
             cu_q: all.narrow(0, 0, 3),
@@ -296,7 +296,7 @@ fn the_pretence_ends_with_its_function_and_holds_on_its_thread_alone() {
             catch_unwind(|| Tensor::ones([4], F32)).is_err()
         });
         assert!(elsewhere.join().unwrap(), "another thread has no GPU");
-        // what is on the host computes as ever
+        // host tensors compute as usual
         assert_eq!((Tensor::from(2.0) * 2.0).double_value(&[]), 4.0);
         assert!(on_fake_cuda(|| ()).is_err(), "once at a time");
     });

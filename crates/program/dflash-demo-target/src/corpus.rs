@@ -44,7 +44,6 @@ fn exchange(random: &mut Random) -> Exchange {
     kinds.choose(random).expect("there are kinds")(random)
 }
 
-/// The messages of a conversation.
 pub(crate) fn messages(turns: &[Exchange]) -> Vec<Message> {
     let pair = |turn: &Exchange| {
         [(Role::User, &turn.question), (Role::Assistant, &turn.answer)]

@@ -45,7 +45,7 @@ pub enum Event {
     Step {
         /// Steps done.
         step: usize,
-        /// Steps in all.
+        /// Total number of steps.
         steps: usize,
         /// Mean loss of the step's answers, in nats per token.
         loss: f64,

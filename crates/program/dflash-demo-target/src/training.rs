@@ -29,7 +29,6 @@ const PEAK_RATE: f64 = 3e-3;
 /// Decay of the average of squared gradients: faster than usual, because the whole run is a few
 /// hundred steps.
 const BETA2: f64 = 0.98;
-/// Weight decay of matrices.
 const WEIGHT_DECAY: f64 = 0.05;
 /// Gradients with a larger norm are scaled down.
 const MAX_NORM: f64 = 1.0;
@@ -43,7 +42,6 @@ const SCHEDULE: Schedule = Schedule {
 /// How long to train, and on how much.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan {
-    /// Optimizer steps.
     pub(crate) steps: usize,
     /// Tokens of one step; the last document may exceed it.
     pub(crate) tokens: usize,

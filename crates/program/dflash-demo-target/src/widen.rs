@@ -26,8 +26,7 @@ enum Side {
     Columns,
 }
 
-/// Writes the target in `from`, widened until its weights take about `bytes`, to `to`, and returns
-/// their size.
+/// Writes the target in `from` to `to`, widened to about `bytes` of weights; returns their size.
 ///
 /// # Errors
 /// I/O, or a directory that is not the demo's target.
@@ -58,7 +57,6 @@ pub(crate) fn widen(from: &Path, to: &Path, bytes: u64) -> Result<u64, Error> {
     Ok(wide.iter().map(size).sum())
 }
 
-/// The tensors of the file, by name.
 fn entries(file: &TensorFile) -> Result<Vec<Entry>, Error> {
     let mut names = file.names();
     names.sort();

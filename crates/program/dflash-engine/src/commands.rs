@@ -1,4 +1,4 @@
-//! From a parsed command to the library that does the work.
+//! Dispatches a parsed command to the library that implements it.
 
 use dflash::{Command, Ending, Signals};
 use dflash_settings::Invalid;
@@ -18,10 +18,10 @@ mod regenerate;
 mod serve;
 mod train;
 
-/// Runs `command` until it is done or a signal stops it.
+/// Runs `command` until it finishes or a signal stops it.
 ///
 /// # Errors
-/// What the command's library reports.
+/// Any error of the command's library.
 pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending> {
     let stop = signals.stop();
     let returned = match command {
@@ -51,7 +51,7 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
     returned.map(|()| Ending::Returned)
 }
 
-/// The key of the setting that an error is about, if it is about one.
+/// The key of the setting that an error concerns, if any.
 pub(crate) fn about(error: &anyhow::Error) -> Option<String> {
     use dflash_train::Error as Train;
     let key = match error.downcast_ref() {

@@ -1,4 +1,4 @@
-//! How far the loading of a target is, on stderr.
+//! Shows a target's loading progress on stderr.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -6,12 +6,13 @@ use std::time::Duration;
 use dflash_io::{Progress, Unit, say};
 use dflash_tensor::Loading;
 
-/// A load that took so long is worth a line when it is over.
+/// Loads longer than this are summarised in a line at the end.
 const LONG: Duration = Duration::from_secs(5);
 
 static SHOWN: Mutex<Option<Progress>> = Mutex::new(None);
 
-/// Shows a load: a bar on a terminal, elsewhere a line now and then; at the end of a long one its pace.
+/// Shows a load: a bar on a terminal, otherwise occasional lines; a long one's throughput at its
+/// end.
 pub(crate) fn show(loading: Loading<'_>) {
     let Loading { dir, total, done, read, elapsed, over } = loading;
     let mut shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! The engine: every command that needs libtorch, behind the same command line as the front.
+//! The engine: all commands that need libtorch, with the same command line as the front program.
 
 mod commands;
 mod loading;
@@ -18,7 +18,7 @@ fn main() {
         tracing::warn!("{note}");
     }
     dflash_tensor::on_loading(loading::show);
-    // a plan computes on no GPU, and may fake one
+    // a plan uses no GPU and may fake one
     if !matches!(cli.command, Command::Plan(_)) {
         open_cuda();
     }
@@ -26,8 +26,8 @@ fn main() {
     exit::finish(&outcome, &signals)
 }
 
-/// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second. Whoever asks
-/// for a device learns what came of it.
+/// Opens the CUDA half of libtorch if there is a driver; without one the attempt would cost a
+/// second. A failure is reported to whoever requests a device.
 fn open_cuda() {
     if libtorch::has_driver() {
         dflash_torch_sys::load_cuda();

@@ -31,7 +31,7 @@ impl Saved {
     fn engine(&self, command: &str) -> Command {
         let mut engine = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
         engine.arg(command).arg("--target").arg(self.path("target")).env_remove("DFLASH_API_KEY");
-        // Models this small gain nothing from a second thread, which other tests need.
+        // Models this small gain nothing from a second thread, and other tests need the cores.
         engine.env("OMP_NUM_THREADS", "1").env_remove("NO_COLOR").stdin(Stdio::null());
         engine
     }
@@ -96,9 +96,9 @@ fn samples_follow_their_seed() {
 fn blocks_are_shown_with_what_was_measured() {
     let saved = Saved::new();
     let text = stdout(&saved.drafted(&["hello"])).to_owned();
-    // As many as there are, whether they pay or not.
+    // Proposes two per step whether or not that pays off.
     let shown = saved.drafted(&["--speculate", "2", "--show-blocks", "hello"]);
-    // Without what was rejected, and without the marks, it is the answer.
+    // Without the rejected tokens and the markers, it equals the answer.
     let mut rest = stdout(&shown).to_owned();
     assert!(rest.contains("[-") && !rest.contains('\x1b'), "{rest}");
     while let Some((start, end)) = rest.find("[-").zip(rest.find("-]")) {
@@ -131,7 +131,7 @@ fn prompts_that_cannot_be_answered_say_why() {
     refuse(&["--top-p", "0", "hello"], "--top-p is 0");
     refuse(&[""], "the prompt is empty");
     refuse(&[" \n"], "the prompt is empty");
-    // Standard input that is closed, or empty.
+    // Standard input that is closed or empty.
     refuse(&[], "the prompt is empty");
 }
 
@@ -150,7 +150,7 @@ impl Chat {
     fn start_in(saved: &Saved, arguments: &[&str], terminal: &str) -> Self {
         let pty = nix::pty::openpty(None, None).unwrap();
         let other = || Stdio::from(pty.slave.try_clone().unwrap());
-        // In a session of its own: this terminal is its controlling one, whose Ctrl-C it gets.
+        // In its own session: this terminal is its controlling one and delivers Ctrl-C.
         let generate = saved.engine("generate");
         let mut command = Command::new("setsid");
         command.arg("-c").arg(generate.get_program()).args(generate.get_args()).args(arguments);
@@ -176,7 +176,7 @@ impl Chat {
         self.shown.lock().unwrap().clone()
     }
 
-    /// Types `keys` at a prompt and waits for the answer; returns what was shown meanwhile.
+    /// Types `keys` at a prompt and waits for the answer; returns the output since.
     fn turn(&self, keys: &str, answer: &str) -> String {
         let length = self.shown().len();
         (&self.typed).write_all(keys.as_bytes()).unwrap();
@@ -203,7 +203,7 @@ fn turns_are_edited_and_called_back() {
     eventually("the first prompt", || chat.shown().contains("> "));
     let expected = saved.generate(&["--max-new-tokens", "8", "--raw", "hello"]);
     let expected = stdout(&expected).lines().next().unwrap().to_owned();
-    // "hallo", the second letter replaced: three to the left, and the letter before it deleted.
+    // "hallo" with the second letter replaced: three times left, then delete the letter before.
     chat.turn("hallo\x1b[D\x1b[D\x1b[D\x7fe\r", &expected);
     // Up, and Enter.
     let again = chat.turn("\x1b[A\r", &expected);
@@ -219,7 +219,7 @@ fn a_dumb_terminal_gets_no_colors() {
         line.extend(["--max-new-tokens", "20", "hello"]);
         let mut chat = Chat::start_in(&saved, &line, terminal);
         eventually("it ends", || chat.child.try_wait().unwrap().is_some());
-        // What was written last may still be on its way.
+        // The last output may still be in transit.
         eventually("all is read", || chat.shown().contains("acceptance length"));
         chat.shown()
     };
@@ -239,7 +239,7 @@ struct Server {
 }
 
 impl Server {
-    /// Logs everything to the file `log`.
+    /// Starts it with full logging to the file `log`.
     fn start(saved: &Saved) -> Self {
         let port_file = saved.path("port");
         let mut command = saved.engine("serve");
@@ -279,7 +279,7 @@ impl Drop for Server {
 #[test]
 fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
     let saved = Saved::new();
-    // Room for a prompt whose keys and values take more than there will be.
+    // Allows a prompt whose keys and values exceed the memory.
     for config in ["target/config.json", "draft/config.json"] {
         let text = std::fs::read_to_string(saved.path(config)).unwrap();
         let mut config_json: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -344,7 +344,7 @@ fn a_server_makes_the_call_that_is_asked_for() {
         \"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}";
     std::fs::write(saved.path("target/chat_template.jinja"), template).unwrap();
     let server = Server::start(&saved);
-    // It is said once requests can be taken, and so behind the port.
+    // It is logged once requests are accepted, after the port.
     let log = || std::fs::read_to_string(saved.path("log")).unwrap();
     eventually("the form of calls is said", || {
         log().contains("calls of tools as <tool_call>{json}")
@@ -375,7 +375,7 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let mut server = Server::start(&saved);
     let body = r#"{"messages": [{"role": "user", "content": "purple walrus"}], "max_tokens": 300}"#;
     let mut stream = server.send("/v1/chat/completions", body);
-    // It has begun before it is told to end.
+    // It has started before it is told to stop.
     std::thread::sleep(Duration::from_millis(100));
     let pid = server.child.id().to_string();
     assert!(Command::new("kill").arg(pid).status().unwrap().success());
@@ -392,7 +392,7 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let line = line.unwrap_or_else(|| panic!("no line for the request in {log}"));
     assert!(line.contains("INFO") && line.contains(" answer tokens, first token after "), "{line}");
     assert!(!log.contains("purple") && !log.contains(text), "{log}");
-    // Nor letter by letter, as the tokenizer's own lines have it.
+    // Nor letter by letter, as in the tokenizer's own lines.
     assert!(!log.contains("'w'"), "{log}");
 }
 
@@ -436,7 +436,7 @@ fn a_target_is_timed_beside_a_plain_read_of_its_weights() {
     assert_eq!(numbers("prompts", "tokens"), [1.0, 50.0]);
     let times = [numbers("steps", "ms"), numbers("steps", "floor_ms"), numbers("prompts", "ms")];
     assert!(times.concat().iter().all(|&ms| ms > 0.0), "{report}");
-    // What is cached is read too.
+    // Cached entries are read too.
     assert!(times[1][1] > times[1][0], "{report}");
     assert!(report["resident_mib"].as_f64().unwrap() > report["before_mib"].as_f64().unwrap());
     let table = bench(&few);
@@ -450,7 +450,7 @@ fn a_target_is_timed_beside_a_plain_read_of_its_weights() {
 #[test]
 fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
     let saved = Saved::new();
-    // So long that nobody waits for its end.
+    // Long enough that nobody waits for its end.
     for config in ["target/config.json", "draft/config.json"] {
         let text = std::fs::read_to_string(saved.path(config)).unwrap();
         let mut config_json: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -463,7 +463,7 @@ fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
     for turn in ["hello\r", "again\r"] {
         let length = chat.shown().len();
         chat.typed.write_all(turn.as_bytes()).unwrap();
-        // Behind the line's end, where the terminal is no longer the editor's: only there Ctrl-C is a signal.
+        // After the newline the terminal is no longer the editor's: only then is Ctrl-C a signal.
         eventually("an answer begins", || {
             let shown = chat.shown();
             shown[length..].split_once("\x1b[?2004l").is_some_and(|(_, text)| text.len() > 60)
@@ -471,7 +471,7 @@ fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
         let prompts = chat.shown().matches("> ").count();
         chat.typed.write_all(b"\x03").unwrap();
         eventually("the next prompt", || chat.shown().matches("> ").count() > prompts);
-        // Longer than the deadline of a command that does not end.
+        // Longer than the deadline of a command that does not stop.
         std::thread::sleep(Duration::from_millis(4500));
         assert!(chat.child.try_wait().unwrap().is_none(), "{}", chat.shown());
     }
@@ -480,7 +480,7 @@ fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
     assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
 }
 
-/// A terminal that presses Ctrl-C when it has shown so many bytes.
+/// A terminal that presses Ctrl-C after this many bytes of output.
 struct Presses<'a> {
     shown: Vec<u8>,
     at: usize,
@@ -520,7 +520,7 @@ fn ctrl_c_after_an_answer_keeps_the_turn_that_was_shown() {
         "allow_other_target": true, "device": "cpu", "dtype": "float32",
     }))
     .unwrap();
-    // What a chat shows for two turns, of which the first is interrupted after so many bytes.
+    // The output of a chat of two turns, the first interrupted after this many bytes.
     let chat = |at: usize| {
         let mut chat = Conversation::new(&models, &settings, false).unwrap();
         let stop = AtomicBool::new(at == 0);
@@ -532,14 +532,14 @@ fn ctrl_c_after_an_answer_keeps_the_turn_that_was_shown() {
     };
     let (is_whole, first, second) = chat(usize::MAX);
     assert!(is_whole);
-    // While plain decoding is timed, of which nothing is shown.
+    // While plain decoding is timed, which shows nothing.
     assert_eq!(chat(first.len()), (false, first, second.clone()));
-    // Before a word of the answer the turn is taken back.
+    // Before the answer's first word, the turn is withdrawn.
     let (is_whole, first, alone) = chat(0);
     assert!(!is_whole && first.is_empty() && alone != second);
 }
 
-/// The JSON of a reply, which is 200.
+/// The JSON of a reply with status 200.
 fn json_of(reply: &str) -> serde_json::Value {
     assert!(reply.starts_with("HTTP/1.1 200 OK"), "{reply}");
     serde_json::from_str(reply.split("\r\n\r\n").nth(1).unwrap()).unwrap()

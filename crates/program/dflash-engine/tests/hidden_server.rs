@@ -1,5 +1,4 @@
-//! `dflash hidden-server` as users run it: what it refuses before it loads, and a process that runs
-//! out of memory.
+//! `dflash hidden-server` as users run it: what it refuses early, and running out of memory.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -19,7 +18,7 @@ fn engine() -> Command {
 }
 
 fn refused(arguments: &[&str]) -> String {
-    // No such target: what is said instead was found before anything was loaded.
+    // No such target: any other error was found before loading.
     let output: Output = engine().arg("/no/such/target").args(arguments).output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{stderr}");
@@ -81,7 +80,7 @@ impl Server {
             .arg(dir.path())
             .args(["--port", "0", "--threads", "1", "--max-batch-tokens", "65536", "--port-file"])
             .arg(&port_file)
-            // Further ones would reserve addresses beforehand that the limit does not touch.
+            // More arenas would reserve address space in advance, beyond the limit's reach.
             .env("MALLOC_ARENA_MAX", "1")
             .spawn()
             .unwrap();
@@ -106,7 +105,7 @@ impl Server {
         (status, reply)
     }
 
-    /// From now on the process gets `more` bytes and no others.
+    /// Limits the process to `more` additional bytes from now on.
     fn limit_memory(&self, more: usize) {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
@@ -137,12 +136,12 @@ fn a_process_without_memory_refuses_what_does_not_fit_and_lives_on() {
     let mut server = Server::start();
     assert_eq!(server.prompt(64).0, 200);
     server.limit_memory(16 << 20);
-    // 8192 tokens of five layers are 20 MiB of rows, and several times that in the forward pass.
+    // 8,192 tokens of five layers are 20 MiB of rows, and several times that in the forward pass.
     let (status, reply) = server.prompt(8192);
     assert_eq!(status, 413);
     let reply = String::from_utf8_lossy(&reply);
     assert!(reply.contains("no memory for a prompt of 8192 tokens"), "{reply}");
-    // Long ones in company are answered as if they had come alone.
+    // Concurrent long ones are answered as if they had come alone.
     let answers: Vec<u16> = std::thread::scope(|scope| {
         let lengths = [8192, 16, 24, 8191, 32];
         let server = &server;
@@ -160,13 +159,13 @@ fn half_heads_leave_room_where_few_files_may_be_open() {
     server.limit("--nofile=64");
     let half = |_| {
         let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
-        // Some are cut before they have said this much.
+        // Some are cut before they have sent this much.
         let _ = stream.write_all(b"GET /health HTTP/1.1\r\nHo");
         stream
     };
     let _stuck: Vec<TcpStream> = (0..300).map(half).collect();
     let began = Instant::now();
     assert_eq!(server.prompt(3).0, 200);
-    // They would be cut after 30 seconds in any case.
+    // They would be cut after 30 seconds anyway.
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }

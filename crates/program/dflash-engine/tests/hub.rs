@@ -1,5 +1,4 @@
-//! Targets and drafts by their names on the Hub, as users run the commands, against a Hub on this
-//! machine.
+//! Targets and drafts by their Hub names, as users run the commands, against a Hub on this machine.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +15,7 @@ use fake_hub::{Branch, FakeHub};
 
 const WORDS: [&str; 8] = ["<unk>", "<eos>", "user", "assistant", "a", "b", "c", "<mask>"];
 
-/// A Hub with a target and a draft for it, and an empty cache.
+/// A Hub with a target and a matching draft, and an empty cache.
 struct World {
     hub: FakeHub,
     dir: tempfile::TempDir,
@@ -48,7 +47,7 @@ impl World {
         self.dir.path().join(name)
     }
 
-    /// Code, stdout and stderr of a line in the world's directory.
+    /// Exit code, stdout and stderr of a command line run in the world's directory.
     fn engine(&self, line: &str, offline: bool) -> (Option<i32>, String, String) {
         let output = Command::new(env!("CARGO_BIN_EXE_dflash-engine"))
             .args(line.split_whitespace())

@@ -1,5 +1,5 @@
-//! Targets with layers that carry a state and with latent attention, through the commands: the vectors'
-//! models with a made tokenizer, and a random draft.
+//! Targets with recurrent layers and with latent attention, through the commands: the vectors'
+//! models with a synthetic tokenizer and a random draft.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -17,7 +17,7 @@ const NAMES: [&str; 4] = ["qwen3_5_moe", "qwen3_5_nested", "qwen3_next", "deepse
 const VOCAB: usize = 96;
 const HIDDEN: i64 = 32;
 
-/// A directory with a copy of a model, a tokenizer of words beside it, and a draft.
+/// A directory with a copy of a model, a word tokenizer, and a draft.
 struct Place(tempfile::TempDir);
 
 impl Place {
@@ -43,12 +43,12 @@ impl Place {
         let mut engine = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
         engine.args(line.split_whitespace()).current_dir(self.0.path()).stdin(Stdio::null());
         engine.args(["--device", "cpu", "--dtype", "float32"]);
-        // Models this small gain nothing from a second thread, which other tests need.
+        // Models this small gain nothing from a second thread, and other tests need the cores.
         engine.env("OMP_NUM_THREADS", "1").env_remove("NO_COLOR").env_remove("DFLASH_API_KEY");
         engine
     }
 
-    /// What a command prints.
+    /// A command's standard output.
     fn run(&self, line: &str, more: &[&str]) -> String {
         let output = self.engine(line).args(more).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -73,7 +73,7 @@ fn port_in(path: &Path) -> Option<u16> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Words w0, w1, ..., by which every token has a text.
+/// Words w0, w1, …, so that every token has a text.
 fn write_tokenizer(dir: &Path) {
     let vocabulary: Map<String, Value> =
         (0..VOCAB).map(|id| (format!("w{id}"), json!(id))).collect();
@@ -125,7 +125,7 @@ impl Server {
     fn post(&self, path: &str, body: &Value) -> Vec<u8> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         let body = body.to_string();
-        // Of HTTP/1.0, so that the reply comes in one piece.
+        // HTTP/1.0, so that the reply is not chunked.
         let head = format!("POST {path} HTTP/1.0\r\nContent-Type: application/json");
         write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
         let mut reply = Vec::new();
@@ -172,7 +172,8 @@ fn drafted_answers_are_the_targets_own() {
                     let greedy = place.run(generate, &[&drafted[..], &[prompt]].concat());
                     assert_eq!(greedy, plain, "{name}, {draft}, {speculate}");
                     let drawn = place.run(generate, &[&drafted[..], &sampled[..]].concat());
-                    // A draft's proposals of a fixed number make a text of their own, the same each time.
+                    // With a fixed number of proposals a draft's text differs, but is always the
+                    // same.
                     let expect = match (draft, speculate) {
                         ("draft", "2") => {
                             place.run(generate, &[&drafted[..], &sampled[..]].concat())
@@ -186,7 +187,7 @@ fn drafted_answers_are_the_targets_own() {
         let rows: Vec<String> =
             (0..4).map(|n| json!({ "question": words(n, 5 + 9 * n) }).to_string()).collect();
         std::fs::write(place.path("questions.jsonl"), rows.join("\n")).unwrap();
-        // It fails where an answer differs by more than a tie.
+        // It fails if an answer differs by more than a tie.
         let eval = "eval --target target --draft draft --draft ngram --prompts questions.jsonl \
                     --max-new-tokens 30 --json report.json";
         let shown = place.run(eval, &["--concurrency", "1,3"]);
@@ -198,7 +199,7 @@ fn drafted_answers_are_the_targets_own() {
         assert!(report.contains("\"ngram auto\""), "{report}");
         assert!(shown.contains("advice  draft, one answer at a time: "), "{shown}");
         assert!(shown.contains("draft, 3 answers at a time: "), "{shown}");
-        // A batch answers as each alone.
+        // A batch gives the same answers as one at a time.
         let regenerate = "regenerate --target target --data questions.jsonl --max-new-tokens 20";
         let ways = [("1", "none"), ("4", "none"), ("4", "draft"), ("3", "ngram")];
         let made = ways.map(|(batch, draft)| {
@@ -210,7 +211,7 @@ fn drafted_answers_are_the_targets_own() {
     }
 }
 
-/// The same beginning again and again, as a system prompt is.
+/// The same prefix repeatedly, like a system prompt.
 #[test]
 fn a_server_answers_alike_whatever_it_has_kept() {
     for name in NAMES {

@@ -1,4 +1,4 @@
-//! `dflash hidden-server` over several processes, as users start it: one command.
+//! `dflash hidden-server` over several processes, as users start it with one command.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -15,7 +15,7 @@ use dflash_tensor::checkpoint::TensorFile;
 use dflash_test_support::eventually;
 use tch::{Device, Kind, Tensor, no_grad};
 
-/// What no server of these tests takes longer for.
+/// Timeout that no server of these tests reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn engine(target: &Path) -> Command {
@@ -64,7 +64,7 @@ impl Server {
         let body = format!("{{\"input_ids\":{ids:?},\"layer_ids\":{layer_ids:?}}}");
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        // A reply of HTTP 1.0 comes in one piece.
+        // An HTTP/1.0 reply is not chunked.
         let head = "POST /v1/hidden_states HTTP/1.0\r\nHost: localhost";
         write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
         let mut reply = Vec::new();
@@ -81,14 +81,13 @@ impl Server {
         decode_stream(Bytes::from(body), "the server").unwrap()
     }
 
-    /// The processes of the ranks.
     fn ranks(&self) -> Vec<u32> {
         let pid = self.child.id();
         let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
         children.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
     }
 
-    /// From now on a rank gets `more` bytes and no others.
+    /// Limits a rank to `more` additional bytes from now on.
     fn limit_memory(pid: u32, more: usize) {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
@@ -106,7 +105,7 @@ impl Server {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
-    /// Its end, which must come within `limit`.
+    /// Its exit status, which must come within `limit`.
     fn end(&mut self, limit: Duration) -> ExitStatus {
         let begun = Instant::now();
         loop {
@@ -167,7 +166,7 @@ fn several_processes_serve_what_one_does() {
     for (flags, ranks) in [(stages, 3), (parts, 2), (&["--pipeline", "2", parts[0], "2"], 4)] {
         let server = Server::start(dir.path(), &[&serving, flags].concat());
         assert_eq!(server.ranks().len(), ranks, "{flags:?}");
-        // All at once, so that batches are cut into jobs and two of them are under way.
+        // All at once, so that batches are split into jobs and two are in progress.
         let got: Vec<HiddenStates> = std::thread::scope(|scope| {
             let server = &server;
             let asked: Vec<_> = prompts
@@ -188,10 +187,10 @@ fn several_processes_serve_what_one_does() {
     }
 }
 
-/// The one of the vectors that two ranks do not divide: it has one key head in its delta layers.
+/// The vectors that two ranks cannot divide: one key head in the delta layers.
 const ONE_DELTA_HEAD: &str = "qwen3_next_dense_layer";
 
-/// Every family that runs here, by its vectors and by what one process computes.
+/// Every family that runs here, compared with its vectors and with one process.
 #[test]
 fn parallel_targets_give_the_states_of_the_vectors() {
     let mut tried = Vec::new();
@@ -199,7 +198,7 @@ fn parallel_targets_give_the_states_of_the_vectors() {
         let Ok(config) = TargetConfig::load(&entry.path) else { continue };
         let mut grid = Grid { pipeline: 2, tensor: 2 };
         if let Err(error) = grid.check(&config) {
-            // It says so, and is divided by layers.
+            // The error says so, and splitting by layers works.
             assert!(error.to_string().contains("--pipeline splits by layers"), "{error}");
             assert!(entry.name == ONE_DELTA_HEAD || !entry.own, "{}: {error}", entry.name);
             grid.tensor = 1;
@@ -210,7 +209,7 @@ fn parallel_targets_give_the_states_of_the_vectors() {
     assert!(tried.iter().any(|name| name == "Qwen3ForCausalLM"), "{tried:?}");
 }
 
-/// One key head or two for four ranks, sinks, norms over all heads, delta layers of both stored forms.
+/// One or two key heads for four ranks, sinks, norms over all heads, both stored delta layouts.
 #[test]
 fn four_ranks_give_the_states_of_the_vectors() {
     let names = ["gpt_oss", "phi3", "qwen3_yarn"];
@@ -223,7 +222,7 @@ fn four_ranks_give_the_states_of_the_vectors() {
     }
 }
 
-/// That the processes of `grid` give all states of a target's vectors, and those of one process.
+/// Asserts that `grid` gives all states of a target's vectors, and those of one process.
 fn assert_vectors(entry: &Entry, grid: Grid) {
     let config = TargetConfig::load(&entry.path).unwrap();
     let golden = TensorFile::open(&entry.path.join("golden.safetensors")).unwrap();
@@ -247,7 +246,7 @@ fn assert_vectors(entry: &Entry, grid: Grid) {
         let expected = states.get(i64::from(layer)).to_kind(Kind::Float);
         let (scale, got) = (expected.abs().max().double_value(&[]), rows(&got, layer));
         let off = (got - expected.flatten(0, -1)).abs().max().double_value(&[]);
-        // The vectors are another program's.
+        // The vectors come from another program.
         assert!(off <= 1e-4 * scale.max(1.0), "{what}: off by {off} at a scale of {scale}");
     }
 }
@@ -293,7 +292,7 @@ fn a_rank_without_memory_refuses_what_does_not_fit_and_all_live_on() {
     let mut server = Server::start(dir.path(), &flags);
     let (short, long) = (prompt(64, 3), prompt(2048, 3));
     let expected = rows(&server.states(&short, &[6]), 6);
-    // The second part of each stage: of one the peer computes, of the other nobody's answer comes.
+    // The second rank of each stage.
     for pid in [server.ranks()[1], server.ranks()[3]] {
         Server::limit_memory(pid, 10 << 20);
         let (status, body) = server.ask(&long, &[0, 6]);

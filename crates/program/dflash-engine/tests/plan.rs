@@ -1,4 +1,4 @@
-//! `dflash plan` as users run it, and its memory against what a step really takes.
+//! `dflash plan` as users run it, and its memory compared with that of a real step.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 const TOKENS: usize = 1024;
 const DOCUMENTS: usize = 4;
 
-/// A target whose config.json and weights are in the directory, without a tokenizer.
+/// A directory with a target's config.json and weights, without a tokenizer.
 fn target() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let target = Target::random(TargetConfig::qwen3(128, 8, 512), 1, Device::Cpu);
@@ -23,7 +23,7 @@ fn engine(arguments: &str, target: &Path) -> (Option<i32>, String, String) {
         .args(arguments.split_whitespace())
         .arg("--target")
         .arg(target)
-        // Threads keep buffers of their own, as many as there are cores.
+        // Threads have their own buffers, and the number of cores varies.
         .env("OMP_NUM_THREADS", "2")
         .output()
         .unwrap();
@@ -37,7 +37,7 @@ fn json(arguments: &str, target: &Path) -> Value {
     serde_json::from_str(&stdout).unwrap()
 }
 
-/// Planned and measured: (activations, all but what the benchmark does not have) and the peak, MiB.
+/// Planned and measured: (activations, everything but what the benchmark lacks) and the peak, MiB.
 fn both(anchors: usize, target: &Path) -> ((f64, f64), f64) {
     let plan = json(
         &format!(
@@ -54,7 +54,7 @@ fn both(anchors: usize, target: &Path) -> ((f64, f64), f64) {
         ),
         target,
     );
-    // how near it is, a quiet machine shows (LOG.md)
+    // its accuracy shows on an idle machine (LOG.md)
     assert!(bench["predicted_ms"].as_f64().unwrap() > 0.0);
     let mib = |bytes: &Value| bytes.as_f64().unwrap() / f64::from(1 << 20);
     let streamed = mib(&plan["memory"]["window"]) + mib(&plan["memory"]["ahead"]);
@@ -67,7 +67,7 @@ fn planned_memory_is_near_what_a_step_takes() {
     let dir = target();
     let ((few, few_total), few_peak) = both(16, dir.path());
     let ((many, many_total), many_peak) = both(256, dir.path());
-    // What more anchors add is activations alone.
+    // Additional anchors add only activations.
     let ratio = (many - few) / (many_peak - few_peak);
     assert!((0.6..1.4).contains(&ratio), "planned {many} - {few}, peaks {many_peak}, {few_peak}");
     for (planned, peak) in [(few_total, few_peak), (many_total, many_peak)] {
@@ -80,7 +80,7 @@ fn a_plan_says_what_checkpoints_take_on_the_disk() {
     let target = target();
     let flags = "plan --device cpu --rows 40 --mean-length 100 --total-seq-len 256 --epochs 3";
     let plan = json(&format!("{flags} --json"), target.path());
-    // Master weights and two moments in float32, and the model in bfloat16.
+    // Float32 master weights and two moments, and the bfloat16 model.
     let bytes = 14 * plan["parameters"].as_u64().unwrap();
     let found = plan["checkpoint_bytes"].as_u64().unwrap();
     assert!(found >= bytes && found < bytes + bytes / 50, "{found} and {bytes}");
@@ -99,7 +99,7 @@ fn a_plan_counts_steps_arithmetic_and_hidden_states() {
     let line = "plan --device cpu --rows 10 --mean-length 100 --total-seq-len 256 --epochs 2 \
                 --nproc 2 --num-layers 2 --max-anchors 8 --tflops 0.001";
     let plan = json(&format!("{line} --json"), dir.path());
-    // Two documents a row, two rows a step.
+    // Two documents per row, two rows per step.
     assert_eq!(plan["rows_per_epoch"], 5);
     assert_eq!(plan["steps_per_epoch"], 3);
     assert_eq!(plan["steps"], 6);
@@ -154,7 +154,7 @@ fn a_target_in_the_process_is_part_of_the_plan() {
     assert_eq!((bytes(&served, "target"), bytes(&served, "target_pass")), (0.0, 0.0));
     assert!(bytes(&colocated, "target_pass") > 0.0);
     assert_eq!(bytes(&colocated, "window"), 0.0);
-    // Two documents of 100 tokens a row.
+    // Two documents of 100 tokens per row.
     let pairs = 2.0 * 5.0 * 100.0 * 101.0 / 2.0;
     let flops = 2.0 * 200.0 * 5.0 * layer + 4.0 * 128.0 * pairs;
     assert_eq!(number(&colocated, "target_flops_per_step"), flops);
@@ -164,7 +164,7 @@ fn a_target_in_the_process_is_part_of_the_plan() {
     assert_eq!(colocated["hidden_bytes_per_second"], Value::Null);
     let kept = ["frozen", "activations", "logits", "masters"];
     kept.iter().for_each(|part| assert_eq!(bytes(&colocated, part), bytes(&served, part)));
-    // They take turns: the larger of the two counts.
+    // They alternate: the larger of the two counts.
     let turns = bytes(&served, "activations") + bytes(&served, "logits");
     let more = (bytes(&colocated, "target_pass") - turns).max(0.0);
     let expected =
@@ -172,12 +172,12 @@ fn a_target_in_the_process_is_part_of_the_plan() {
             + bytes(&colocated, "target")
             + more;
     assert!((number(&colocated, "total_bytes") - expected).abs() < 1.0);
-    // Another kind than the draft's has an embedding of its own; the last layer needs all layers.
+    // A type other than the draft's needs its own embedding; the last layer needs all layers.
     let other = plan("--colocate --target-dtype bfloat16");
     assert_eq!(bytes(&other, "target"), (5.0 * layer + 512.0 * 128.0) * 2.0);
     assert_eq!(bytes(&plan("--colocate --loss kl"), "target"), 8.0 * layer * 4.0);
     let (_, table, _) = engine(&format!("{line} --colocate"), dir.path());
-    for part in ["target's layers", "or, in turns, target's pass", "in turns with the draft"] {
+    for part in ["target's layers", "or target's pass, if larger", "in turns with the draft"] {
         assert!(table.contains(part), "{table}");
     }
     let (_, table, _) = engine(line, dir.path());
@@ -252,7 +252,7 @@ fn a_gpu_is_budgeted_part_by_part_without_one() {
     }
 }
 
-/// What a run takes beside its trainers, by hand: the target's servers, the stream, the sum of gradients.
+/// Requirements beyond the trainers, by hand: the target's servers, the stream, the all-reduce.
 #[test]
 fn a_gpus_plan_tells_all_that_the_run_takes() {
     let dir = target();
@@ -271,7 +271,7 @@ fn a_gpus_plan_tells_all_that_the_run_takes() {
     let [best, slow] = [0.75, 0.65].map(|share| (products / share + attention / 0.35) / 989e12);
     close(number("/servers/row_seconds/0"), best);
     close(number("/servers/row_seconds/1"), slow);
-    // A step has two rows of each rank.
+    // A step has two rows per rank.
     let (step, slow_step) = (number("/step_seconds"), number("/slow_step_seconds"));
     close(number("/servers/per_trainer/0"), best / (step / 2.0));
     close(number("/servers/per_trainer/1"), slow / (slow_step / 2.0));
@@ -290,7 +290,7 @@ fn a_gpus_plan_tells_all_that_the_run_takes() {
         "of its assembling thread's copy rate",
         "Gbit/s of the network",
         "servers     ",
-        "beside each trainer",
+        "GPUs per trainer",
         "all-reduce  ",
         "over NVLink",
         "expandable segments, set by default",
@@ -335,7 +335,7 @@ fn a_plan_takes_what_a_gpu_was_measured_to_reach() {
     };
     let assumed = json(&gpu, dir.path());
     let parts = |plan: &Value| plan["budget"]["gpu_ms"].as_f64().unwrap();
-    // The shares that are assumed, measured: the same plan, and no range.
+    // Measurements equal to the assumed shares give the same plan, without a range.
     let same = measured(0.75);
     assert!((parts(&same) / parts(&assumed) - 1.0).abs() < 1e-6);
     assert_eq!((&same["slow_step_seconds"], &same["budget"]["slow"]), (&Value::Null, &Value::Null));
@@ -350,7 +350,7 @@ fn a_plan_takes_what_a_gpu_was_measured_to_reach() {
     };
     refuse(&flags.replace("h200", "h100"), "is of NVIDIA H200, and the plan of H100");
     refuse(&flags.replace("h200", "cpu"), "the plan is for no GPU that is known");
-    // What the bench prints, of this CPU: no GPU's, but every product has its time.
+    // The bench's output for this CPU: not a GPU's, but every product has a time.
     let bench = "bench train-step --json --products --device cpu --tokens 64 --docs 2 --anchors 4 \
                  --block 4 --layers 2 --aux-layers 2 --steps 1 --warmup 0";
     let report = json(bench, dir.path());
@@ -399,8 +399,8 @@ fn state_that_is_divided_is_not_counted_on_each_gpu() {
     assert!((saved - 1.0).abs() < 1e-6, "{saved} of what the other ranks hold");
 }
 
-/// The run files whose hidden states come from a stock vLLM, on the numbers of their targets as released
-/// (tests/configs): a plan from the run file and a config.json alone.
+/// The run files whose hidden states come from a stock vLLM, with the dimensions of their released
+/// targets (tests/configs): each can be planned from the run file and a config.json.
 #[test]
 fn every_recipe_with_a_stock_vllm_can_be_planned() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
@@ -419,14 +419,14 @@ fn every_recipe_with_a_stock_vllm_can_be_planned() {
         let line = format!("plan {} --device h100 --rows 1000 --mean-length 900", file.display());
         let plan = json(&format!("{line} --json"), &target);
         let number = |key: &str| plan[key].as_f64().unwrap();
-        // The draft takes five auxiliary layers of a token in bfloat16.
+        // The draft uses five auxiliary layers per token in bfloat16.
         let aux_tokens = number("hidden_bytes_per_step") / (5.0 * hidden * 2.0);
         let tokens = number("tokens_per_epoch") / number("steps_per_epoch");
         assert!(
             (aux_tokens / tokens - 1.0).abs() < 0.01,
             "{recipe}: {aux_tokens} and {tokens} tokens"
         );
-        // Embedding and output projection are on the GPU, and all fits on one of 80 GB.
+        // Embedding and lm_head are on the GPU, and everything fits into 80 GB.
         let least = rows * hidden * 2.0;
         assert!(
             (least..80e9).contains(&number("total_bytes")),
@@ -438,7 +438,7 @@ fn every_recipe_with_a_stock_vllm_can_be_planned() {
             engine(&format!("{line} --target-layer-ids {}", layers + 1), &target);
         assert_eq!(code, Some(1), "{recipe}");
         assert!(stderr.contains(&format!("{}", layers + 1)), "{recipe}: {stderr}");
-        // The last layer, which proves the source, is among those that vLLM is told to capture.
+        // vLLM is told to capture the last layer too, which verifies the source.
         let command = format!(", {layers}]");
         assert!(text.contains(&command), "{recipe}: no {command:?}");
         assert!(text.contains("trust_layer_ids = true") && text.contains("shared_storage_path"));

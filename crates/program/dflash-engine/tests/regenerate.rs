@@ -1,4 +1,4 @@
-//! `dflash regenerate` as users run it: what is refused, what goes on, what starts afresh.
+//! `dflash regenerate` as users run it: what is refused, resumed or restarted.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,7 +44,7 @@ impl Place {
         std::fs::write(self.path("target/chat_template.jinja"), template).unwrap();
     }
 
-    /// Code and stderr of `regenerate` with more arguments.
+    /// Exit code and stderr of `regenerate` with more arguments.
     fn run(&self, more: &str) -> (Option<i32>, String) {
         let line = "regenerate --target target --data questions.jsonl --output out.jsonl \
                     --device cpu ";
@@ -63,7 +63,8 @@ impl Place {
         lines(&self.path("out.jsonl"))
     }
 
-    /// The run ends with code 1, says `expect` and how to go on, and leaves the output alone.
+    /// Asserts exit code 1, the message `expect`, advice on how to continue, and an unchanged
+    /// output.
     fn refuses(&self, more: &str, expect: &str) {
         let before = std::fs::read(self.path("out.jsonl")).unwrap();
         let (code, errors) = self.run(more);

@@ -57,7 +57,7 @@ mod worlds;
 use fake_hub::{Branch, FakeHub};
 use world::{World, losses, sorted_checkpoints};
 
-/// Relative difference allowed between sums in different orders.
+/// Relative tolerance for sums in different orders.
 const ROUNDING: f64 = 1e-5;
 
 fn assert_same_losses(a: &[(u64, f64)], b: &[(u64, f64)]) {
@@ -115,7 +115,7 @@ fn equal_seeds_give_equal_bytes_and_a_resumed_run_continues_exactly() {
     }
     let last = sorted_checkpoints(&world.path("a")).pop().unwrap();
     assert_eq!(world.state("a", &last), world.state("b", &last));
-    // what a run that was killed after its checkpoint of step 3 leaves behind
+    // leftovers of a run that was killed after its checkpoint of step 3
     for name in
         sorted_checkpoints(&world.path("b")).into_iter().filter(|name| name != "step-000003")
     {
@@ -168,10 +168,10 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let report = world.eval(&dir);
     assert_eq!(report["draft_vocabulary"], 24);
     assert_eq!(report["lossless"]["holds"], true);
-    // What training measured at its end is what the checkpoint shows: with the same few tokens.
+    // The checkpoint reproduces training's last measurement with the same reduced vocabulary.
     let lines = world.lines("pruned", "validation.jsonl");
     assert_eq!(lines.last().unwrap()["acceptance_length"], report["acceptance_length"]);
-    // A run that starts from it, or goes on, keeps the selection; the data would select others.
+    // Starting from it or resuming keeps the selection, although the data would select others.
     let load = |dir: &str| {
         dflash_draft::objective::DraftVocabulary::load(std::path::Path::new(dir)).unwrap()
     };
@@ -243,7 +243,7 @@ fn mistakes_are_named() {
     check(&["--adam-betas", "0.9"], "it must be two numbers B1,B2");
     check(&["--adam-beta2", "NaN"], "--adam-betas is 0.9,NaN, but");
     check(&["--adam-epsilon", "0"], "--adam-epsilon is 0, but");
-    check(&["--log-to", "none,mlflow"], "--log-to names trackers beside none");
+    check(&["--log-to", "none,mlflow"], "--log-to names both trackers and none");
     check(&["--run-name", ""], "--run-name is \"\", but");
     check(&["--weight-decay=-1"], "--weight-decay is -1");
     check(&["--norm-weight-decay", "NaN"], "--norm-weight-decay is NaN");
@@ -252,7 +252,7 @@ fn mistakes_are_named() {
     let loss = world.train("mistake", &["--loss", "hinge"]);
     assert_eq!(loss.code, Some(2), "{}", loss.stderr);
     assert!(loss.stderr.contains("'hinge' for '--loss <TERMS>': the terms are ce, kl"));
-    // with stored states at hand the server is asked only for what they lack
+    // with stored states present the server is only asked for missing ones
     let elsewhere = ["--hidden-states-path", "/nonexistent", "--on-missing", "generate"];
     let absent = ["--endpoint", "http://127.0.0.1:9", "--wait-for-server", "0"];
     check(&[&elsewhere[..], &absent].concat(), "127.0.0.1:9");
@@ -278,7 +278,7 @@ fn a_run_starts_from_another_draft_and_says_what_that_means() {
     let first = world.train("first", &["--max-steps", "3"]);
     assert!(first.success(), "{}", first.stderr);
     let draft = first.stdout.trim();
-    // one layer more, blocks of another size; all else is the checkpoint's
+    // one more layer and another block size; everything else is the checkpoint's
     let second = world.train(
         "second",
         &["--from-pretrained", draft, "--num-layers", "3", "--block-size", "6", "--lr", "1e-12"],
@@ -308,7 +308,7 @@ fn a_run_starts_from_speculators_layout() {
     std::fs::copy(ours.join("model.safetensors"), theirs.join("model.safetensors")).unwrap();
     let config: serde_json::Value =
         serde_json::from_slice(&std::fs::read(ours.join("config.json")).unwrap()).unwrap();
-    // the keys that speculators 0.9 writes; its auxiliary layers are counted as ours
+    // the keys that speculators 0.9 writes; auxiliary layers are counted as ours
     let converted = serde_json::json!({
         "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash",
         "aux_hidden_state_layer_ids": world::LAYER_IDS, "block_size": config["block_size"],
@@ -351,7 +351,7 @@ fn target_and_draft_may_be_names_on_the_hub() {
     let second = run("second", "some/draft", "0");
     assert!(second.success(), "{}", second.stderr);
     assert!(second.stderr.contains("stored weights"), "{}", second.stderr);
-    // The launcher asks, and the ranks take what it fetched.
+    // The launcher makes the requests, and the ranks use what it fetched.
     let asked = hub.requests();
     for repository in ["some/target", "some/draft"] {
         let question = format!("GET /api/models/{repository}");
@@ -388,7 +388,7 @@ fn validation_measures_held_out_rows_and_prompts_and_names_the_best() {
     assert_eq!(best["acceptance_length"].as_f64(), Some(highest));
     let step = best["step"].as_u64().unwrap();
     assert!(world.path("one").join(format!("step-{step:06}")).is_dir());
-    // the same figures whatever the number of ranks that share the work
+    // the same figures for any number of ranks
     let both: Vec<&str> = flags.iter().copied().chain(["--nproc", "2"]).collect();
     let accumulated: Vec<&str> =
         flags.iter().copied().chain(["--gradient-accumulation-steps", "2"]).collect();

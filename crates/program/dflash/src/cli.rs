@@ -22,11 +22,11 @@ use crate::signals::OnSignal;
     name = "dflash",
     version,
     propagate_version = true,
-    after_help = "The usual order: prepare, hidden-server (left running), train, eval, serve.\n\
+    after_help = "The usual order: regenerate, prepare, hidden-server (left running), train, eval, serve.\n\
                   `dflash COMMAND --help` explains each flag."
 )]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
     /// Flags of every command.
@@ -71,7 +71,10 @@ pub enum Command {
     Eval(Box<EvalSettings>),
     /// Convert a drafter to the layout and type that an engine reads, and verify it.
     Export(ExportSettings),
-    /// Show a training run as one page: curves, settings, checkpoints.
+    /// Show a training run as one page, or follow it in a browser: curves, settings, checkpoints.
+    #[command(
+        after_help = "Examples: dflash report drafts/qwen3-8b\n          dflash report drafts/qwen3-8b --follow"
+    )]
     Report(ReportSettings),
     /// Publish a drafter on the Hugging Face Hub, with a model card.
     Push(Box<PushSettings>),
@@ -125,8 +128,8 @@ impl Command {
             Self::DemoTarget(settings) => settings.check(),
             Self::Doctor(settings) => settings.check(),
             Self::Demo(settings) => settings.check(),
-            Self::Report(_)
-            | Self::Recipes(_)
+            Self::Report(settings) => settings.check(),
+            Self::Recipes(_)
             | Self::Completions(_)
             | Self::Man(_)
             | Self::CpuLevels
@@ -154,6 +157,9 @@ impl Command {
     pub fn on_signal(&self) -> OnSignal {
         match self {
             Self::HiddenServer(_) => OnSignal::Shutdown { drain: Duration::ZERO },
+            Self::Report(settings) if settings.follow => {
+                OnSignal::Shutdown { drain: Duration::ZERO }
+            }
             Self::Serve(settings) => {
                 OnSignal::Shutdown { drain: Duration::from_secs_f64(settings.drain_timeout) }
             }
@@ -213,8 +219,8 @@ fn only_for_training(all: &clap::Command) -> Vec<Arg> {
     others.map(|arg| arg.clone().required(false).hide(true)).collect()
 }
 
-/// Of a flag that is given twice the last counts, but for those that collect their values. What
-/// follows a flag and looks like a negative number is its value, to be refused with the flag's range.
+/// If a flag is repeated the last one counts, unless it collects its values. Accepts what looks
+/// like a negative number as a flag's value, so that the error can name the valid range.
 fn as_typed(command: clap::Command) -> clap::Command {
     command.args_override_self(true).allow_negative_numbers(true).mut_subcommands(as_typed)
 }
@@ -234,12 +240,11 @@ fn run_file_arguments(table: &str) -> [Arg; 3] {
             .action(ArgAction::SetTrue)
             .help("Print all settings as a run file and exit"),
     ];
-    // Else they would stand under the heading of the last setting.
+    // Otherwise they would appear under the last setting's heading.
     arguments.map(|arg| arg.help_heading(None::<&str>))
 }
 
-/// The server's target may be given without its flag, in place of a run file, and flags of vLLM may
-/// follow.
+/// The server's target may replace a run file without a flag, and vLLM's flags may follow.
 fn server_arguments() -> [Arg; 1] {
     [Arg::new(VLLM_FLAGS)
         .value_name("VLLM_FLAGS")

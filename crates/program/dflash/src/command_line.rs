@@ -1,4 +1,4 @@
-//! From the program's arguments to a command with its settings, wherever they come from.
+//! Turns the program's arguments into a command and its settings, whatever their source.
 
 mod advice;
 mod numbers;
@@ -15,30 +15,30 @@ use crate::error::Error;
 use crate::places::Places;
 use crate::{exit, name, run_file};
 
-/// What the user asked for.
+/// The parsed command line.
 #[derive(Debug)]
 pub struct CommandLine {
-    /// The command, its settings checked.
+    /// The command, with its settings checked.
     pub cli: Cli,
-    /// Where the settings that were not typed come from.
+    /// Sources of the settings that were not typed.
     pub places: Places,
-    /// What the user should be told of the line.
+    /// Notes to show the user about the command line.
     pub notes: Vec<String>,
-    /// The arguments as they were typed, the program's name left out.
+    /// The arguments as typed, without the program's name.
     pub arguments: Vec<OsString>,
 }
 
-/// Why no command is run.
+/// Why no command runs.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// Not a command line, or a request for help.
+    /// A usage error or a request for help.
     Usage(Box<clap::Error>),
-    /// A run file, or a `--set`, that cannot be used.
+    /// A run file or `--set` that cannot be used.
     Fault(Error),
 }
 
-/// Reads this program's arguments. Leaves the process where there is nothing to run: after help,
-/// after `--dump-config`, and on mistakes.
+/// Reads this program's arguments. Exits if there is nothing to run: after help, after
+/// `--dump-config`, and on errors.
 pub fn read() -> CommandLine {
     let args: Vec<OsString> = std::env::args_os().collect();
     match parse(args) {
@@ -53,7 +53,7 @@ pub fn read() -> CommandLine {
     }
 }
 
-/// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
+/// Parses `args`, including the program's name; also tells whether to only print the settings.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
     let args = run_file::with_present_names(with_hyphens(args));
     let explained = parse_typed(&args)
@@ -61,7 +61,7 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal>
     explained.map_err(|refusal| advice::correct(&args, refusal))
 }
 
-/// As [`parse`], with clap's own words about numbers that the flag's type cannot hold.
+/// As [`parse`], but with clap's own errors about numbers that do not fit the flag's type.
 fn parse_typed(args: &[OsString]) -> Result<(CommandLine, bool), Refusal> {
     let strict = definition().try_get_matches_from(args);
     match strict {
@@ -73,14 +73,14 @@ fn parse_typed(args: &[OsString]) -> Result<(CommandLine, bool), Refusal> {
             let arguments = args[1..].to_vec();
             Ok((CommandLine { cli, places: Places::default(), notes: Vec::new(), arguments }, dump))
         }
-        // What is missing on the command line may come from elsewhere.
+        // A missing required argument may come from another source.
         Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(error.into()),
         _ => run_file::resolve(args.to_vec()),
     }
 }
 
-/// Flags as they are defined: `--max_steps`, as it is written in run files and by other trainers, is
-/// `--max-steps`. What follows `--` is somebody else's.
+/// Replaces underscores in flags: `--max_steps`, the spelling of run files and of other trainers,
+/// becomes `--max-steps`. Arguments after `--` are left alone.
 fn with_hyphens(args: Vec<OsString>) -> Vec<OsString> {
     let ours = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
     let flag = |(at, arg): (usize, OsString)| match arg.to_str() {
@@ -93,8 +93,8 @@ fn with_hyphens(args: Vec<OsString>) -> Vec<OsString> {
     args.into_iter().enumerate().map(flag).collect()
 }
 
-/// The refusal of a setting, which is at `place` if it was not typed. What a typed flag lacks is
-/// asked for in clap's own words.
+/// The error for an invalid setting, which was given at `place` if it was not typed. If a typed
+/// flag requires another one, clap's own wording asks for it.
 pub(crate) fn refusal(command: &str, place: Option<&str>, invalid: Invalid) -> Refusal {
     match (place, invalid.missing) {
         (None, Some(missing)) => {
@@ -117,7 +117,7 @@ pub(crate) fn refusal(command: &str, place: Option<&str>, invalid: Invalid) -> R
 /// A flag as clap writes it, such as `--epochs <N>`.
 fn flag(command: &str, key: &str) -> String {
     let mut definition = definition();
-    // Only a built command knows how its flags are written.
+    // Only a built command knows the notation of its flags.
     definition.build();
     let command = definition.find_subcommand(command);
     let arg = command.and_then(|command| command.get_arguments().find(|arg| arg.get_id() == key));

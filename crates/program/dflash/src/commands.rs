@@ -1,4 +1,4 @@
-//! What the front program runs itself.
+//! Commands that the front program runs itself.
 
 pub(crate) mod cpu_levels;
 pub(crate) mod demo;

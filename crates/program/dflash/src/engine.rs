@@ -12,57 +12,55 @@ use crate::command_line::CommandLine;
 use crate::error::Error;
 use crate::{libtorch, name, run_file};
 
-/// File name of the engine, which is installed beside the front program.
+/// File name of the engine, which is installed next to the front program.
 pub const NAME: &str = "dflash-engine";
 
-/// Groups of variables that libraries read when they are loaded, so that they must be set before the
-/// engine starts. If the user sets one of a group, the whole group is left alone.
+/// Environment variables that libraries read when they are loaded, and which must therefore be set
+/// before the engine starts. If the user sets one of a group, the whole group is left alone.
 const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
-    // Server and trainer share the cores of a machine. libgomp's threads spin long at their barriers
-    // by default, which under that load made a forward pass on two threads ten times slower than on
-    // one. Not to spin at all makes the short products of decoding three times slower on a quiet
-    // machine. A thousand turns, a few microseconds, do well in both (LOG.md).
+    // Server and trainer share the cores of a machine. libgomp's threads spin long at barriers by
+    // default; under that load this made a forward pass on two threads ten times slower than on
+    // one. Not spinning at all makes the short matmuls of decoding three times slower on an idle
+    // machine. A spin count of 1,000, a few microseconds, does well in both cases (LOG.md).
     &[("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "1000")],
-    // Activations come and go by the hundred megabytes. In large pages a training step takes 6 to
-    // 8% less time, for a percent more memory; what is freed stays with the process for the next
-    // step, where it would otherwise be given back and cleared again (LOG.md). A libc that does not
-    // know the names ignores them.
+    // Activations are allocated and freed by hundreds of megabytes. Huge pages shorten a training
+    // step by 6 to 8% for 1% more memory, and freed memory stays with the process for the next step
+    // instead of being returned and cleared again (LOG.md). Other C libraries ignore these names.
     &[("GLIBC_TUNABLES", MALLOC)],
 ];
 
-/// Large pages; blocks below 1 GiB from the heap, which is trimmed when 4 GiB at its end are free.
+/// Huge pages; blocks below 1 GiB come from the heap, trimmed once 4 GiB at its end are free.
 const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:\
                       glibc.malloc.trim_threshold=4294967296";
 
-/// oneDNN keeps the code that it makes for each shape of a product, a thousand of them by default. A
-/// server's batches nearly all have shapes of their own: those of the last few are enough for the
-/// layers of one, and the rest is memory that grows with every request (LOG.md).
+/// oneDNN caches the code that it generates for each matmul shape, a thousand shapes by default.
+/// Nearly every batch of a server has its own shape: a cache for the layers of the last few batches
+/// is enough, and a larger one only grows memory with every request (LOG.md).
 const PRIMITIVE_CACHE: &str = "ONEDNN_PRIMITIVE_CACHE_CAPACITY";
-/// Its older name, which oneDNN reads as well.
+/// Its older name, which oneDNN also reads.
 const OLDER_NAME: &str = "DNNL_PRIMITIVE_CACHE_CAPACITY";
 
-/// Rows differ in size from step to step. Segments that grow keep libtorch's allocator for GPUs from holding
-/// pieces that no later row fits; on a CPU it does nothing.
+/// Row sizes differ from step to step. Expandable segments keep libtorch's GPU allocator from
+/// holding fragments that no later row fits; they have no effect on a CPU.
 const SEGMENTS: (&str, &str) = ("PYTORCH_ALLOC_CONF", "expandable_segments:True");
-/// Its older name, which libtorch reads as well.
+/// Its older name, which libtorch also reads.
 const OLDER_SEGMENTS: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
-/// Whether this program is the engine.
 pub(crate) fn is_this_program() -> bool {
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
 }
 
-/// How many shapes of products oneDNN keeps code for; `None` where it may decide.
+/// Capacity of oneDNN's primitive cache; `None` for its default.
 fn kept_shapes(command: &cli::Command) -> Option<&'static str> {
     match command {
         cli::Command::HiddenServer(_) => Some("16"),
-        // Steps of as many sequences have the same shapes, of two models.
+        // Steps with the same number of sequences share shapes, for both models.
         cli::Command::Serve(_) => Some("128"),
         _ => None,
     }
 }
 
-/// Finds libtorch and becomes the engine, with the same arguments.
+/// Finds libtorch and replaces this process with the engine, with the same arguments.
 ///
 /// The process id stays, so signals and the exit code are the engine's. Returns only on failure.
 pub fn exec(line: &CommandLine) -> Error {
@@ -82,16 +80,16 @@ pub fn exec(line: &CommandLine) -> Error {
     }
 }
 
-/// The engine with `args`, ready to start: libtorch found, the environment set. The level of the
-/// processor's instructions is that of the environment.
+/// The command that starts the engine with `args`: libtorch is found and the environment set. The
+/// CPU instruction level is taken from the environment.
 ///
 /// # Errors
-/// No engine beside this program, no libtorch, or a level that this machine lacks.
+/// No engine next to this program, no libtorch, or a level that this machine does not support.
 pub fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
     command_at(None, args)
 }
 
-/// As [`command`], at a level that the settings ask for, if they do.
+/// As [`command`], at the level that the settings request, if any.
 fn command_at(
     level: Option<CpuLevel>,
     args: impl IntoIterator<Item = OsString>,
@@ -101,7 +99,7 @@ fn command_at(
     let libtorch = libtorch::Search::from_env(&front).find()?.root;
     let mut command = Command::new(engine);
     command.arg0(name::invoked()).args(args);
-    // Workers that the engine starts inherit all of these.
+    // Workers started by the engine inherit all of these.
     command.env("DFLASH_LIBTORCH", &libtorch);
     command.env(
         "LD_LIBRARY_PATH",
@@ -122,11 +120,11 @@ fn command_at(
     Ok(command)
 }
 
-/// For the engine: refuses a level of the processor's instructions that the environment does not name. The
-/// front sets it there, with the variables that libtorch and its libraries have read by now.
+/// For the engine: refuses a CPU instruction level that differs from the environment's. The front
+/// program sets it there, with the variables that libtorch and its libraries have already read.
 ///
 /// # Errors
-/// [`Error::StartedAlone`], and a variable that names no level of this machine.
+/// [`Error::StartedAlone`], or the variable names no level that this machine supports.
 pub fn check_level(command: &cli::Command) -> Result<(), Error> {
     let in_force = CpuLevel::from_env()?;
     match command.cpu_level() {
@@ -135,7 +133,7 @@ pub fn check_level(command: &cli::Command) -> Result<(), Error> {
     }
 }
 
-/// The engine beside the front program.
+/// The engine next to the front program.
 ///
 /// # Errors
 /// [`Error::NoEngine`].
@@ -144,7 +142,7 @@ pub fn beside(front: &Path) -> Result<PathBuf, Error> {
     if path.is_file() { Ok(path) } else { Err(Error::NoEngine { path }) }
 }
 
-/// libtorch first, so that an older one on the user's path does not get in the way.
+/// Puts libtorch first, so that an older one on the user's path does not take precedence.
 fn library_path(lib: &Path, before: Option<OsString>) -> OsString {
     let mut path = lib.as_os_str().to_owned();
     if let Some(before) = before.filter(|before| !before.is_empty()) {

@@ -1,4 +1,4 @@
-//! What can go wrong before a command's own library takes over.
+//! Errors that occur before a command's own library takes over.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use dflash_settings::{CpuLevel, Invalid};
 
 use crate::libtorch::{Flaw, Report, VERSION};
 
-/// A failed start.
+/// An error at start-up.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A directory named by the user is not a libtorch that this build can use.
@@ -24,29 +24,29 @@ pub enum Error {
         /// What is wrong with the directory.
         flaw: Flaw,
     },
-    /// No place of the search holds a usable libtorch.
+    /// No searched place holds a usable libtorch.
     #[error(
         "this command needs libtorch {VERSION}, and none was found. Looked at:\n{report}\
          To get it: `make setup` in the source tree, or `pip install torch=={VERSION}`, or set \
          DFLASH_LIBTORCH to an unpacked libtorch {VERSION}; `dflash doctor` checks the rest"
     )]
     NoLibtorch {
-        /// Every place, with what was found there.
+        /// Every place, with its flaw.
         report: Report,
     },
-    /// The processor's instructions cannot be limited as asked for.
+    /// The CPU instruction level cannot be limited as requested.
     #[error(transparent)]
     CpuLevel(#[from] dflash_cpu::Error),
-    /// The engine was started without the front, and at a level that only the front can set.
+    /// The engine was started directly, with a level that only the front program can set.
     #[error("--cpu-level {level} takes effect only when `dflash` starts the engine; run `dflash`")]
     StartedAlone {
-        /// The level that was asked for.
+        /// The requested level.
         level: CpuLevel,
     },
-    /// The engine is not beside the front program.
+    /// The engine is not next to the front program.
     #[error("{path} is missing; install dflash and dflash-engine side by side (`make build`)")]
     NoEngine {
-        /// Where the engine was expected.
+        /// Where it was expected.
         path: PathBuf,
     },
     /// The run file cannot be read.
@@ -56,7 +56,7 @@ pub enum Error {
         hint: String,
         /// As the user named it.
         path: PathBuf,
-        /// The operating system's answer.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
@@ -67,28 +67,28 @@ pub enum Error {
         hint: String,
         /// File and line.
         place: String,
-        /// The parser's answer.
+        /// The parser's error.
         reason: String,
     },
-    /// A setting of the run file or of `--set` cannot be used.
+    /// A setting of the run file or of `--set` is invalid.
     #[error("{place}: {key} {reason}")]
     Setting {
         /// File and line, or `--set`.
         place: String,
-        /// The key as it was written.
+        /// The key as written.
         key: String,
-        /// What is wrong with it and what would do.
+        /// What is wrong, and what would be valid.
         reason: String,
     },
-    /// A setting that cannot be used.
+    /// An invalid setting.
     #[error("{place}{invalid}")]
     Invalid {
-        /// Where it was given, if it was not typed, with a colon.
+        /// Where it was given, followed by a colon; empty if it was typed.
         place: String,
         /// The setting.
         invalid: Invalid,
     },
-    /// Flags of vLLM that say what this server does not do.
+    /// Flags of vLLM that request something this server does not do.
     #[error(
         "{reason}; the flags after `--` are read as vLLM's, and this one has no counterpart here: remove it (see `dflash hidden-server --help`)"
     )]
@@ -101,21 +101,21 @@ pub enum Error {
     StartEngine {
         /// The engine.
         path: PathBuf,
-        /// The operating system's answer.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
     /// The program cannot find its own path, and so not its engine.
     #[error("cannot find this program's own path")]
     CurrentExe {
-        /// The operating system's answer.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
-    /// No handler could be installed for Ctrl-C.
+    /// The signal handlers could not be installed.
     #[error("cannot handle signals such as SIGTERM")]
     Signals {
-        /// The operating system's answer.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },

@@ -1,4 +1,4 @@
-//! Exit codes, the last words of a program, and what happens on a panic: all in one place.
+//! Exit codes, the final error message, and the panic hook.
 //!
 //! | code | meaning |
 //! |---|---|
@@ -8,8 +8,8 @@
 //! | 101 | a bug: a panic somewhere |
 //! | 128 + n | ended by signal n before its end: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM |
 //!
-//! A training that a signal stops has saved when it ends with 128 + n, unless it says that its time
-//! was over; one that could not save ends with 1. One whose other ranks were stopped ends with 143.
+//! A training that exits with 128 + n has saved, unless it reports that its time was over; one that
+//! could not save exits with 1. One whose other ranks were stopped exits with 143.
 
 use std::io::{self, Write};
 use std::panic::PanicHookInfo;
@@ -21,28 +21,28 @@ use signal_hook::consts::SIGTERM;
 use crate::error::Error;
 use crate::signals::{OnSignal, Signals};
 
-/// Everything was done.
+/// Success.
 pub const DONE: i32 = 0;
-/// A fault that the user can mend.
+/// A fault that the user can fix.
 pub const FAULT: i32 = 1;
 /// A bug; the code that Rust itself uses for a panic.
 pub const BUG: i32 = 101;
 
-/// How a command ended that met no error.
+/// How a command without an error ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// It has returned. A signal, if one came, has cut it short.
+    /// It returned; a signal, if one came, cut it short.
     Returned,
-    /// It has done all that it had to do, whatever signals came.
+    /// It finished its work, regardless of signals.
     Complete,
-    /// It was stopped before its end and left all in order.
+    /// It was stopped early and left everything in order.
     Stopped,
 }
 
-/// Ends the process with the code that `outcome` and a received signal call for.
+/// Exits with the code for `outcome` and a received signal.
 ///
-/// An error goes to stderr with its causes. The exit skips static destructors: libtorch's take
-/// long, and a worker thread that still runs could crash in them.
+/// Prints an error and its causes to stderr. Skips static destructors: libtorch's are slow, and a
+/// running worker thread could crash in them.
 pub fn finish(outcome: &anyhow::Result<Ending>, signals: &Signals) -> ! {
     if let Err(error) = outcome {
         report(error);
@@ -50,29 +50,29 @@ pub fn finish(outcome: &anyhow::Result<Ending>, signals: &Signals) -> ! {
     at_once(code(outcome.as_ref().ok().copied(), signals.received(), signals.on_signal()))
 }
 
-/// Reports an error that kept a command from starting, and leaves with [`FAULT`].
+/// Reports an error that kept a command from starting, and exits with [`FAULT`].
 pub fn fault(error: Error) -> ! {
     report(&error.into());
     at_once(FAULT)
 }
 
-/// Prints `error: ` and the chain of causes, one a line, to stderr.
+/// Prints `error: ` and the chain of causes, one per line, to stderr.
 pub fn report(error: &anyhow::Error) {
     let mut text = format!("error: {error}");
     let mut last = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
-        // Many messages quote their cause already.
+        // Many messages already quote their cause.
         if !last.contains(&cause) {
             text.push_str(&format!("\n  caused by: {cause}"));
         }
         last = cause;
     }
-    // Arguments and answers that are quoted may hold an address with its password.
+    // Quoted arguments and answers may contain an address with its password.
     say(hide_passwords(&text, &[]));
 }
 
-/// Leaves the process without running static destructors. Standard output is flushed first, whose
-/// failure is a fault, and what is half written is removed.
+/// Exits without running static destructors, after removing partially written files and flushing
+/// stdout; a failed flush is a fault.
 pub fn at_once(mut code: i32) -> ! {
     dflash_io::remove_pending();
     if let Err(error) = io::stdout().flush()
@@ -84,11 +84,12 @@ pub fn at_once(mut code: i32) -> ! {
     signal_hook::low_level::exit(code)
 }
 
-/// A panic in any thread ends the process with one short message and [`BUG`], or with [`FAULT`] where
-/// `catch_oom_in` finds in its text what an allocator said.
+/// A panic in any thread ends the process with one short message and [`BUG`], or with [`FAULT`] if
+/// `catch_oom_in` recognises an allocator's message in its text.
 ///
 /// A rank that unwinds quietly in a helper thread would leave its peers waiting in a collective.
-/// Only where a chat template is rendered is a panic the template's fault, and caught.
+/// The exception is the rendering of chat templates, where a panic is the template's fault and is
+/// caught.
 pub fn install_panic_hook(catch_oom_in: fn(&str) -> Option<String>) {
     std::panic::set_hook(Box::new(move |info| {
         if dflash_prepare::panics_are_caught() {
@@ -103,7 +104,7 @@ pub fn install_panic_hook(catch_oom_in: fn(&str) -> Option<String>) {
             at_once(FAULT);
         }
         if text.starts_with("failed printing to stdout") {
-            // Nobody has the result: a reader that left early, or a full disk.
+            // The result reached nobody: the reader exited early, or the disk is full.
             say(format!("error: {text}"));
             at_once(FAULT);
         }
@@ -121,11 +122,11 @@ fn panic_text(info: &PanicHookInfo<'_>) -> String {
     info.payload_as_str().unwrap_or("panic without a message").to_owned()
 }
 
-/// The code of a command that ended as `ending` says, or with an error.
+/// The exit code of a command that ended as `ending`, or with an error.
 fn code(ending: Option<Ending>, signal: Option<i32>, on_signal: OnSignal) -> i32 {
     let ended_by = match (ending, on_signal) {
         (Some(Ending::Complete), _) => None,
-        // Of several ranks one may have been asked alone: then by a scheduler.
+        // A scheduler may have signalled only one of several ranks.
         (Some(Ending::Stopped), _) => Some(signal.unwrap_or(SIGTERM)),
         // Whoever restarts it must know that it could not save.
         (None, OnSignal::Save { .. }) => None,

@@ -1,8 +1,8 @@
-//! What both programs share: the command line, exit codes, signals, logs, the search for libtorch.
+//! Shared by both programs: command line, exit codes, signals, logs, the search for libtorch.
 //!
-//! `dflash` (the front) runs what needs no libtorch; for the rest it finds libtorch and replaces
-//! itself with `dflash-engine`, which reads the very same arguments again; where a run file gave
-//! settings, it gets these from the front.
+//! `dflash` (the front program) runs the commands that need no libtorch; for the rest it finds
+//! libtorch and replaces itself with `dflash-engine`, which parses the same arguments again and
+//! takes a run file's settings from the front program.
 
 mod error;
 mod run_file;

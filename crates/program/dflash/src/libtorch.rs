@@ -1,16 +1,16 @@
-//! The search for libtorch: which places, in which order, and what makes one usable.
+//! Searches for a usable libtorch, in this order:
 //!
-//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`. An explicit libtorch path is used or refused, never
-//!    silently replaced.
+//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`. An explicit path is used or refused, never silently
+//!    replaced.
 //! 2. The torch package of the environment that the program is installed in: that of the `python3`
-//!    beside it, then the one under `lib/python3*` of the same prefix. A wheel brings it.
-//! 3. `.deps/libtorch` beside the program or in a directory above it: `make setup` links it.
-//! 4. `dflash/libtorch-2.11.0/torch` in the user's cache: `make setup` installs it.
+//!    next to it, then the one under `lib/python3*` of the same prefix. A wheel depends on it.
+//! 3. `.deps/libtorch` next to the program or in a parent directory, where `make setup` links it.
+//! 4. `dflash/libtorch-2.11.0/torch` in the user's cache, where `make setup` installs it.
 //! 5. The torch package of `VIRTUAL_ENV`, of `CONDA_PREFIX`, and of `python3` on the path.
 //!
-//! On a machine with an NVIDIA driver, a libtorch with CUDA libraries wins over an earlier one
-//! without: the CPU set-up of `make setup` has none and would otherwise hide the complete Python
-//! torch of a GPU machine.
+//! On a machine with an NVIDIA driver, a libtorch with CUDA libraries takes precedence over an
+//! earlier one without: otherwise the CPU build that `make setup` installs would hide the complete
+//! Python torch of a GPU machine.
 
 use std::env;
 use std::fmt;
@@ -21,30 +21,30 @@ use crate::error::Error;
 
 mod python;
 
-/// The libtorch that the engine's bindings are generated for.
+/// The libtorch release that the engine's bindings are generated for.
 pub const VERSION: &str = "2.11.0";
-/// Releases that share the interface of [`VERSION`].
+/// Releases with the same interface as [`VERSION`].
 const SERIES: &str = "2.11.";
-/// What the engine links; the rest is found through these.
+/// The libraries that the engine links; these load the rest.
 const LIBRARIES: [&str; 3] = ["libtorch.so", "libtorch_cpu.so", "libc10.so"];
-/// Directory of the set-up's installation inside the user's cache.
+/// Where `make setup` installs libtorch inside the user's cache.
 const CACHED: &str = "dflash/libtorch-2.11.0/torch";
-/// Exists wherever the NVIDIA kernel driver is loaded, in containers too.
+/// Exists wherever the NVIDIA kernel driver is loaded, including in containers.
 const DRIVER: &str = "/dev/nvidiactl";
 
 /// Why a directory is not a usable libtorch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Flaw {
-    /// Nothing is there.
+    /// The directory does not exist.
     Missing,
     /// A library is missing from `lib/`.
     Incomplete {
         /// The library's file name.
         library: &'static str,
     },
-    /// Neither `version.py` nor `build-version` tells a version.
+    /// Neither `version.py` nor `build-version` contains a version.
     Unversioned,
-    /// Another release.
+    /// It is another release.
     Version {
         /// The release found.
         found: String,
@@ -62,7 +62,7 @@ impl fmt::Display for Flaw {
     }
 }
 
-/// The places searched, with what was wrong with each.
+/// The searched places, each with its flaw.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report(Vec<(String, String)>);
 
@@ -85,27 +85,27 @@ pub struct Found {
     pub root: PathBuf,
     /// Its release, such as `2.11.0+cpu`.
     pub version: String,
-    /// Which step of the search it is from.
+    /// The step of the search that found it.
     pub place: String,
 }
 
-/// Where to look.
+/// Configuration of the search.
 #[derive(Debug, Clone, Default)]
 pub struct Search {
-    /// Directories that the user named, with the variable.
+    /// Directories set by the user, with the variable.
     pub named: Vec<(&'static str, PathBuf)>,
-    /// The program; its environment may have torch, and its ancestors `.deps/libtorch`.
+    /// The program; its environment may contain torch, and its parent directories `.deps/libtorch`.
     pub program: PathBuf,
     /// The user's cache directory.
     pub cache: Option<PathBuf>,
-    /// Interpreters whose torch package will do, each with the place's name.
+    /// Interpreters whose torch package may be used, each with the place's name.
     pub pythons: Vec<(&'static str, PathBuf)>,
-    /// Whether CUDA libraries beside libtorch decide between usable places.
+    /// Whether to prefer a libtorch with CUDA libraries.
     pub prefer_cuda: bool,
 }
 
 impl Search {
-    /// The search as the environment and the place of `program` call for.
+    /// The search for the environment and the location of `program`.
     pub fn from_env(program: &Path) -> Self {
         let named = ["DFLASH_LIBTORCH", "LIBTORCH"];
         let directory =
@@ -123,8 +123,8 @@ impl Search {
     /// The first usable libtorch.
     ///
     /// # Errors
-    /// [`Error::WrongLibtorch`] when the directory that the user named is unusable,
-    /// [`Error::NoLibtorch`] with every place when none will do.
+    /// [`Error::WrongLibtorch`] if the user's directory is unusable, [`Error::NoLibtorch`] with
+    /// every place if none is usable.
     pub fn find(&self) -> Result<Found, Error> {
         if let Some((variable, path)) = self.named.first() {
             return match check(path) {
@@ -170,7 +170,7 @@ impl Search {
     }
 }
 
-/// One step of the search; the costly ones are only taken when they are reached.
+/// One step of the search; expensive ones run only when reached.
 enum Place<'a> {
     Beside(&'a Path),
     Above(&'a Path),
@@ -210,7 +210,7 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// Whether the engine can load the libtorch at `root`; its release.
+/// The release of the libtorch at `root`, if the engine can load it.
 ///
 /// # Errors
 /// The first flaw found.
@@ -243,8 +243,8 @@ pub fn has_driver() -> bool {
     Path::new(DRIVER).exists()
 }
 
-/// Whether CUDA's linear algebra is where libtorch_cuda looks for it: in the wheels' directories, of CUDA 13
-/// or of a build for CUDA 12, or bundled as in the C++ archives.
+/// Whether cuBLAS is where libtorch_cuda looks for it: in the wheels' directories for CUDA 13 or
+/// CUDA 12, or bundled as in the C++ archives.
 pub fn has_cuda(root: &Path) -> bool {
     let beside = ["../nvidia/cu13/lib", "../nvidia/cublas/lib", "lib"];
     let libraries = ["libcublas.so.13", "libcublas.so.12"];

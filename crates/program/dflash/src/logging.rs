@@ -1,4 +1,4 @@
-//! Log lines on stderr, as terse as asked for.
+//! Log lines on stderr.
 
 use std::io::{self, IsTerminal};
 
@@ -7,11 +7,11 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cli::GlobalArgs;
 
-/// Sends log lines to stderr. `DFLASH_LOG` (tracing's filter syntax) wins over `-v` and `-q`.
+/// Sends log lines to stderr. `DFLASH_LOG` (tracing's filter syntax) overrides `-v` and `-q`.
 pub fn init(global: GlobalArgs) {
     let filter =
         EnvFilter::try_from_env("DFLASH_LOG").unwrap_or_else(|_| EnvFilter::new(level(global)));
-    // The tokenizer's lines at `trace` spell the texts out, and no text goes into a log.
+    // The tokenizer logs texts at `trace`, and texts must not reach a log.
     let filter = filter.add_directive(NO_TEXTS.parse().expect("a directive"));
     // A second initialisation (tests) keeps the first subscriber.
     let _ = tracing_subscriber::fmt()
@@ -25,8 +25,8 @@ pub fn init(global: GlobalArgs) {
 
 const NO_TEXTS: &str = "tokenizers=off";
 
-/// Dependencies speak at `warn` only: their `info` is about sockets and headers. The Hub's client
-/// logs an error that we report ourselves.
+/// Dependencies log at `warn` only, since their `info` is about sockets and headers. The Hub
+/// client's own error is dropped: we report it ourselves.
 fn level(global: GlobalArgs) -> &'static str {
     match global {
         GlobalArgs { quiet: true, .. } => "error,hf_hub=off",

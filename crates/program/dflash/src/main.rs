@@ -8,11 +8,11 @@ use std::sync::atomic::AtomicBool;
 
 use dflash::command_line::{self, CommandLine};
 use dflash::namesakes::{Namesake, REMEDY};
-use dflash::{Command, Ending, OnSignal, Signals, engine, exit, logging};
+use dflash::{Command, Ending, Signals, engine, exit, logging};
 use dflash_io::say;
 
 fn main() {
-    // Nothing here asks for memory by the gigabyte: that is the engine's work.
+    // The front program makes no huge allocations; the engine does.
     exit::install_panic_hook(|_| None);
     let line = command_line::read();
     match &line.cli.command {
@@ -22,7 +22,7 @@ fn main() {
         Command::Eval(settings) if settings.endpoint.is_some() => {
             run_here(&line, |stop| commands::eval::run(settings, stop))
         }
-        Command::Report(settings) => run_here(&line, |_| commands::report::run(settings)),
+        Command::Report(settings) => run_here(&line, |stop| commands::report::run(settings, stop)),
         Command::Push(settings) => run_here(&line, |stop| commands::push::run(settings, stop)),
         Command::Demo(settings) => run_here(&line, |stop| commands::demo::run(settings, stop)),
         Command::Doctor(settings) => run_here(&line, |stop| commands::doctor::run(settings, stop)),
@@ -39,13 +39,14 @@ fn main() {
             }
             exit::fault(engine::exec(&line))
         }
-        // Nothing is installed yet that the engine would have to undo.
+        // No signal handler is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }
 }
 
 fn run_here(line: &CommandLine, run: impl FnOnce(&Arc<AtomicBool>) -> anyhow::Result<()>) -> ! {
-    let signals = Signals::install(OnSignal::Interrupt).unwrap_or_else(|error| exit::fault(error));
+    let signals =
+        Signals::install(line.cli.command.on_signal()).unwrap_or_else(|error| exit::fault(error));
     logging::init(line.cli.global);
     let outcome = line.places.explain(run(signals.stop()), commands::prepare::about);
     exit::finish(&outcome.map(|()| Ending::Returned), &signals)

@@ -1,11 +1,11 @@
-//! Where settings come from that were not typed, so that errors can name the run file's line.
+//! Sources of settings that were not typed, so that errors can name the run file's line.
 
 use std::collections::BTreeMap;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-/// Keys and the places that gave them, such as `lr` and `run.toml:3`.
+/// Keys with the places that set them, such as `lr` and `run.toml:3`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Places(BTreeMap<String, String>);
 
@@ -14,10 +14,10 @@ impl Places {
         self.0.get(key).map(String::as_str)
     }
 
-    /// Puts the setting's place in front of an error about a setting, whose key `about` finds.
+    /// Prefixes an error about a setting with the setting's place; `about` finds the key.
     ///
     /// # Errors
-    /// Whatever `outcome` is.
+    /// That of `outcome`.
     pub fn explain<T>(
         &self,
         outcome: Result<T>,

@@ -1,9 +1,9 @@
-//! Settings that are not typed: run files, `--set`, the environment, and what the front hands over
-//! to the engine.
+//! Settings that are not typed: run files, `--set`, the environment, and what the front program
+//! hands over to the engine.
 //!
-//! Every source gives values by key. What is typed wins over `--set`, that over the environment,
-//! that over the run file, and all of them over the defaults; then the values become the command's
-//! settings by serde. A value that does not fit is reported with its file and line.
+//! Every source gives values by key. Precedence, highest first: typed flags, `--set`, the
+//! environment, the run file, the defaults. Serde then turns the values into the command's
+//! settings. An invalid value is reported with its file and line.
 
 mod document;
 mod dump;
@@ -29,11 +29,11 @@ pub(crate) use earlier::with_present_names;
 use layers::{Level, Setting};
 use value::Given;
 
-/// What the command line says about settings, not settings themselves.
+/// Arguments that are not settings.
 const NO_SETTINGS: [&str; 6] = [SET, DUMP_CONFIG, "verbose", "quiet", "help", "version"];
 
-/// What the front has resolved, for the engine and the ranks that it starts: all have the same
-/// settings, even if the file changes.
+/// Variable with the settings that the front program resolved, for the engine and the ranks that it
+/// starts: all have the same settings, even if the file changes.
 const HANDOVER: &str = "DFLASH_SETTINGS";
 
 /// The content of [`HANDOVER`].
@@ -60,7 +60,7 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// A key with its value, before it is known to be a setting.
+/// A key with its value, not yet known to be a setting.
 #[derive(Debug)]
 struct Entry {
     place: Place,
@@ -78,7 +78,7 @@ impl Entry {
     }
 }
 
-/// Whether some settings of a parsed line come from elsewhere.
+/// Whether a parsed command line has settings from other sources.
 pub(crate) fn has_settings_elsewhere(matches: &ArgMatches) -> bool {
     let Some((_, matches)) = matches.subcommand() else { return false };
     let given = |id| matches.try_contains_id(id).unwrap_or(false);
@@ -91,8 +91,7 @@ pub(crate) fn wants_dump(matches: &ArgMatches) -> bool {
         .is_some_and(|matches| matches!(matches.try_get_one::<bool>(DUMP_CONFIG), Ok(Some(true))))
 }
 
-/// The variable, with its value, that hands `line` to programs that are started; `None` when all of
-/// it was typed.
+/// The variable and value that hand `line` to child programs; `None` if all of it was typed.
 pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
     if line.places == Places::default() && line.notes.is_empty() {
         return None;
@@ -105,7 +104,7 @@ pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
     Some((HANDOVER, serde_json::to_string(&handover).expect("settings came from text")))
 }
 
-/// Only the engine takes a handover: a front that some script starts has its own command line.
+/// Only the engine accepts a handover: a front program in a script has its own command line.
 fn handed_over() -> Option<Handover> {
     if !crate::engine::is_this_program() {
         return None;
@@ -113,12 +112,12 @@ fn handed_over() -> Option<Handover> {
     serde_json::from_str(&std::env::var(HANDOVER).ok()?).ok()
 }
 
-/// The command of `args` with the settings of all sources.
+/// The command in `args` with the settings of all sources.
 pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
     let typed = relaxed().try_get_matches_from(&args)?;
     let Some((name, matches)) = typed.subcommand() else { unreachable!("clap asks for a command") };
     if table_of(name).is_none() {
-        // Nothing else could supply what is missing: let clap say so.
+        // No other source could supply what is missing: let clap report it.
         return Err(definition().try_get_matches_from(&args).expect_err("it was refused").into());
     }
     let cli = complete(&args, name, matches)?;
@@ -183,13 +182,12 @@ fn data_word(matches: &ArgMatches) -> Option<Setting> {
     Some(Setting { level: Level::CommandLine, key: "data".into(), value: all.into(), place: None })
 }
 
-/// The command line with nothing required: to look at what the user typed.
+/// The command line without required arguments, to parse what the user typed.
 fn relaxed() -> clap::Command {
     definition().mut_subcommands(|command| command.mut_args(|argument| argument.required(false)))
 }
 
-/// `args` parsed, with a mark in place of what is required and missing: clap's defaults and types
-/// for all else.
+/// Parses `args` with clap's defaults and types, and placeholders for missing arguments.
 fn complete(args: &[OsString], name: &str, typed: &ArgMatches) -> Result<Cli, Refusal> {
     const MARK: &str = "?";
     let definition = definition();
@@ -204,7 +202,7 @@ fn complete(args: &[OsString], name: &str, typed: &ArgMatches) -> Result<Cli, Re
     Ok(Cli::from_arg_matches(&definition.clone().try_get_matches_from(line)?)?)
 }
 
-/// The `--set KEY=VALUE` of a command line; of a key given twice the last counts.
+/// The `--set KEY=VALUE` arguments; if a key is repeated, the last one counts.
 fn sets(typed: &ArgMatches, table: &str) -> Result<Vec<Entry>, Error> {
     let texts = typed.get_many::<String>(SET).unwrap_or_default();
     let entry = |text: &String| {
@@ -234,7 +232,7 @@ fn values_of(command: &Command) -> Result<Map<String, Value>, Error> {
     }
 }
 
-/// Turns entries into settings of a command, and settings into the command.
+/// Turns entries into settings of a command, and those into the command.
 struct Sources {
     /// Its name on the command line.
     name: String,
@@ -242,7 +240,7 @@ struct Sources {
     definition: clap::Command,
     /// The command whose flags are the table's keys.
     keys: clap::Command,
-    /// The defaults, and a mark for what is required.
+    /// The defaults, and placeholders for required settings.
     base: Map<String, Value>,
 }
 
@@ -250,7 +248,7 @@ impl Sources {
     fn new(name: &str, complete: &Command) -> Result<Self, Error> {
         let table = table_of(name).expect("this command reads run files");
         let mut all = definition();
-        // Only a built command knows how its flags are written.
+        // Only a built command knows the notation of its flags.
         all.build();
         let find = |name: &str| all.find_subcommand(name).expect("a command").clone();
         let base = values_of(complete)?;
@@ -258,7 +256,7 @@ impl Sources {
         Ok(Self { name: name.into(), table, definition: find(name), keys, base })
     }
 
-    /// What the user typed and what the environment says.
+    /// The settings that the user typed and those of the environment.
     fn typed(&self, matches: &ArgMatches) -> Vec<Setting> {
         let setting = |(key, value): (&String, &Value)| {
             let level = Level::of(matches.value_source(key)?)?;
@@ -267,7 +265,7 @@ impl Sources {
         self.base.iter().filter_map(setting).collect()
     }
 
-    /// What differs from the defaults, which may conflict with one another.
+    /// The handed-over settings that differ from the defaults, which may conflict with each other.
     fn handed_over(&self, handover: &Handover) -> Result<Vec<Setting>, Error> {
         let setting = |(key, value): (String, Value)| {
             let place = handover.places.of(&key).map(str::to_owned);
@@ -278,7 +276,7 @@ impl Sources {
         Ok(values.into_iter().map(setting).collect())
     }
 
-    /// The settings of a run file; keys that the table has and this command lacks are left out.
+    /// The settings of a run file, without keys that belong to the table but not to this command.
     fn file(&self, path: &Path) -> Result<Vec<Setting>, Error> {
         let mut settings: Vec<Setting> = Vec::new();
         for entry in earlier::present(self.table, document::read(path, self.table)?) {
@@ -303,7 +301,7 @@ impl Sources {
         Ok(Some(Setting { level, key, value, place: Some(entry.place.to_string()) }))
     }
 
-    /// The flag of a key, by its name or an alias; snake_case and kebab-case are the same.
+    /// The flag of a key, by name or alias; snake_case and kebab-case are equivalent.
     fn find<'c>(&self, command: &'c clap::Command, entry: &Entry) -> Option<&'c Arg> {
         let name = entry.key.replace('_', "-");
         command.get_arguments().find(|arg| {
@@ -330,7 +328,7 @@ impl Sources {
         entry.refuse(format!("is not a setting of `dflash {command}`; {hint}"))
     }
 
-    /// One value for every key, and from them the command; with the places of those that count.
+    /// Chooses one value per key and builds the command, with the places of the chosen values.
     fn resolve(&self, settings: Vec<Setting>) -> Result<(Command, Places), Refusal> {
         let given = layers::merge(&self.definition, settings)?;
         let is_given = |id: &str| given.iter().any(|setting| setting.key == id);

@@ -1,11 +1,11 @@
 //! Signals: flags that long calls poll, and a deadline for calls that do not.
 //!
 //! The first SIGINT or SIGTERM (for training also SIGHUP) sets the stop flag. The command then has
-//! [`GRACE`] to end on its own, or [`SAVE_GRACE`] (or what [`set_save_grace`] says) if the signal
-//! leaves work to be saved. Files are always complete or absent, so ending the process at the
-//! deadline loses work but breaks nothing. A second signal ends the process at once. A terminal
-//! sends Ctrl-C to the whole process group and the launcher forwards it too, so signals within
-//! [`ECHO`] of the first count as the same one. SIGUSR1 asks training to save and continue.
+//! [`GRACE`] to end on its own, or [`SAVE_GRACE`] (or the time given to [`set_save_grace`]) if it
+//! saves its work after that signal. Files are always complete or absent, so ending the process at
+//! the deadline loses work but corrupts nothing. A second signal ends the process at once. A
+//! terminal sends Ctrl-C to the whole process group and the launcher forwards it too, so signals
+//! within [`ECHO`] of the first count as the same one. SIGUSR1 asks training to save and continue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -19,27 +19,26 @@ use signal_hook::iterator::Signals as Incoming;
 use crate::error::Error;
 use crate::exit;
 
-/// How long a command may take to end after the first signal. What is half written by then is
-/// removed, so cutting a command short loses work but breaks no file.
+/// Time for a command to end after the first signal. Partially written files are removed at the
+/// deadline, so cutting a command short loses work but corrupts nothing.
 pub const GRACE: Duration = Duration::from_secs(4);
-/// The same after SIGTERM for a command that saves its work first. Schedulers follow up with SIGKILL
-/// after 30 s (Slurm's KillWait, Kubernetes' grace period), and we promise 20.
+/// The same after SIGTERM for a command that saves its work. Schedulers send SIGKILL after 30 s
+/// (Slurm's KillWait, Kubernetes' grace period), and we promise 20.
 pub const SAVE_GRACE: Duration = Duration::from_secs(19);
-/// The last signal that asked for the end.
+/// The last stop signal.
 static LAST: AtomicI32 = AtomicI32::new(0);
-/// [`SAVE_GRACE`] in milliseconds, until a command knows better.
+/// The current grace in milliseconds.
 static SAVE_GRACE_MS: AtomicU64 = AtomicU64::new(SAVE_GRACE.as_millis() as u64);
-/// A repetition this soon after the first signal is its echo.
+/// A repetition within this time of the first signal counts as the same one.
 pub const ECHO: Duration = Duration::from_millis(700);
 
-/// Sets how long this process may save after SIGTERM, in place of [`SAVE_GRACE`]; for signals that
-/// come later.
+/// Replaces [`SAVE_GRACE`] for later signals.
 pub fn set_save_grace(grace: Duration) {
     SAVE_GRACE_MS.store(grace.as_millis() as u64, Ordering::SeqCst);
 }
 
-/// Goes on after Ctrl-C: lowers the flag `stop`, and with it the deadline. False where it was another
-/// signal, which stays.
+/// Continues after Ctrl-C: clears `stop` and cancels the deadline. Returns false, and clears
+/// nothing, after any other signal.
 pub fn forgive_interrupt(stop: &AtomicBool) -> bool {
     let is_interrupt = LAST.load(Ordering::SeqCst) == SIGINT;
     if is_interrupt {
@@ -48,26 +47,26 @@ pub fn forgive_interrupt(stop: &AtomicBool) -> bool {
     is_interrupt
 }
 
-/// What signals mean to a command.
+/// What a signal does to a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnSignal {
-    /// They cut it short.
+    /// It cuts the command short.
     Interrupt,
-    /// They end a server, in an orderly way.
+    /// It shuts a server down in an orderly way.
     Shutdown {
-        /// How long requests under way may take to end.
+        /// Time for pending requests to finish.
         drain: Duration,
     },
-    /// They stop a training before its end. SIGTERM, by which schedulers ask for the machine back,
-    /// and SIGHUP, by which a terminal says goodbye, give it time to save; Ctrl-C gives it moments.
+    /// It stops a training early. SIGTERM, which schedulers send to reclaim the machine, and
+    /// SIGHUP, which a closing terminal sends, leave time to save; Ctrl-C leaves only moments.
     Save {
-        /// Whether a training that SIGTERM stopped has succeeded.
+        /// Whether a training stopped by SIGTERM counts as successful.
         sigterm_is_success: bool,
     },
 }
 
 impl OnSignal {
-    /// Whether a command that `signal` stopped before its end has done what it should.
+    /// Whether a command that `signal` stopped early counts as successful.
     pub fn is_success(self, signal: i32) -> bool {
         match self {
             Self::Interrupt => false,
@@ -76,8 +75,8 @@ impl OnSignal {
         }
     }
 
-    /// The signals that are handled. One that the parent had us ignore, as `nohup` does with SIGHUP,
-    /// stays ignored.
+    /// The signals to handle. A signal that the parent set to be ignored, as `nohup` does with
+    /// SIGHUP, stays ignored.
     fn handled(self) -> Vec<i32> {
         let mut handled = vec![SIGINT, SIGTERM];
         if matches!(self, Self::Save { .. }) {
@@ -87,7 +86,7 @@ impl OnSignal {
         handled
     }
 
-    /// Whether `signal` leaves work to be saved, for which there is more time.
+    /// Whether the command saves its work after `signal` and so gets more time.
     fn saves_after(self, signal: i32) -> bool {
         matches!(self, Self::Save { .. }) && [SIGTERM, SIGHUP].contains(&signal)
     }
@@ -100,7 +99,7 @@ pub struct Signals {
     stop: Arc<AtomicBool>,
     save: Arc<AtomicBool>,
     received: Arc<AtomicI32>,
-    /// How often the end was asked for: a deadline is that of its own asking.
+    /// Number of stop requests so far: a deadline applies only to its own request.
     asked: Arc<AtomicU64>,
 }
 
@@ -108,7 +107,7 @@ impl Signals {
     /// Installs the handlers and the thread that watches them. Call once, before other threads.
     ///
     /// # Errors
-    /// When the operating system refuses a handler.
+    /// The operating system refuses a handler.
     pub fn install(on_signal: OnSignal) -> Result<Self, Error> {
         let incoming =
             Incoming::new(on_signal.handled()).map_err(|source| Error::Signals { source })?;
@@ -122,7 +121,7 @@ impl Signals {
         Ok(signals)
     }
 
-    /// What they mean.
+    /// How the command handles signals.
     pub fn on_signal(&self) -> OnSignal {
         self.on_signal
     }
@@ -132,12 +131,12 @@ impl Signals {
         &self.stop
     }
 
-    /// The flag by which a training is asked to save and go on; whoever saves lowers it.
+    /// The flag that asks a training to save and continue; the training clears it after saving.
     pub fn save(&self) -> &Arc<AtomicBool> {
         &self.save
     }
 
-    /// The first signal received that asks for the end, if any, and is not forgiven.
+    /// The first stop signal received, if any, unless forgiven.
     pub fn received(&self) -> Option<i32> {
         let asks = self.stop.load(Ordering::SeqCst);
         Some(self.received.load(Ordering::SeqCst)).filter(|signal| asks && *signal != 0)
@@ -153,12 +152,12 @@ impl Signals {
                     self.begin_to_stop(signal);
                 }
                 Some(at) if at.elapsed() < ECHO => {}
-                // The one before it was forgiven.
+                // The previous signal was forgiven.
                 Some(_) if !self.stop.load(Ordering::SeqCst) => {
                     first = Some(Instant::now());
                     self.begin_to_stop(signal);
                 }
-                // A scheduler that repeats itself must not cost the work that is being saved.
+                // A scheduler that repeats its signal must not cost the work that is being saved.
                 Some(_) if self.on_signal.saves_after(signal) => {}
                 Some(_) => exit::at_once(128 + signal),
             }
@@ -170,7 +169,7 @@ impl Signals {
         LAST.store(signal, Ordering::SeqCst);
         let number = self.asked.fetch_add(1, Ordering::SeqCst) + 1;
         self.stop.store(true, Ordering::SeqCst);
-        // The deadline has a thread of its own: this one must keep listening for a second signal.
+        // The deadline runs in its own thread: this one must keep listening for a second signal.
         let (grace, remedy) = if self.on_signal.saves_after(signal) {
             let grace = Duration::from_millis(SAVE_GRACE_MS.load(Ordering::SeqCst));
             (grace, "; --grace gives it more time to save")
@@ -198,7 +197,7 @@ fn is_ignored(signal: i32) -> bool {
     ignores(&status, signal)
 }
 
-/// The same by the text of /proc/self/status, whose mask has bit 0 for signal 1.
+/// The same for the text of /proc/self/status, whose mask has bit 0 for signal 1.
 fn ignores(status: &str, signal: i32) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());

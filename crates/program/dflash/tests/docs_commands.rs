@@ -1,4 +1,4 @@
-//! Every command line of dflash that the pages show is one that the program takes.
+//! The program accepts every dflash command line shown in the documentation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ fn pages(dir: &Path) -> Vec<PathBuf> {
     below.filter(|path| path.extension().is_some_and(|ending| ending == "md")).collect()
 }
 
-/// The lines of a page's shell blocks, continued ones joined, without comments.
+/// The lines of a page's shell blocks, with continued ones joined, without comments.
 fn shell_lines(text: &str) -> Vec<String> {
     let mut shell = false;
     let mut lines = vec![String::new()];
@@ -38,8 +38,8 @@ fn shell_lines(text: &str) -> Vec<String> {
     lines
 }
 
-/// The words behind `dflash`, up to the end of the command; `None` where it is not one of ours.
-/// What the shell would put in place of a variable is 1.
+/// The arguments after `dflash`, up to the end of the command; `None` if it is not one of ours.
+/// Variables are replaced by 1.
 fn arguments(line: &str) -> Option<Vec<String>> {
     let mut words = words(line).into_iter().skip_while(|word| {
         let (name, value) = word.split_once('=').unwrap_or(("", ""));
@@ -85,8 +85,8 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// Why the program does not take a line. A line with `...`, or with a run file, need not be complete;
-/// the server's target may be given in place of a run file.
+/// Why the program rejects a line. A line with `...` or with a run file need not be complete; the
+/// server's target may be given in place of a run file.
 fn fault(line: &str) -> Option<String> {
     let arguments = arguments(line)?;
     let others = ["...", "hidden-server"];

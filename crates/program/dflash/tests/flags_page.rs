@@ -1,4 +1,4 @@
-//! docs/flags.md is made from the definitions: this test compares, and rewrites the page with
+//! docs/flags.md is generated from the definitions: this test compares it, and rewrites it with
 //! `DFLASH_WRITE_DOCS=1 cargo test --release --workspace --test flags_page`.
 
 use std::fmt::Write;

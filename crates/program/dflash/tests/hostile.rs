@@ -1,6 +1,6 @@
-//! Every numeric flag of every command at 0, below 0 and beyond reason: an error that names the flag,
-//! never a panic, and never a program that sets to work. The flags come from the definitions, so that
-//! a new one is tried as well.
+//! Every numeric flag of every command with 0, negative and absurd values: an error names the flag,
+//! and nothing panics or starts working. The flags come from the definitions, so new ones are
+//! covered.
 
 use std::any::TypeId;
 use std::process::Command;
@@ -10,13 +10,12 @@ use clap::{Arg, ArgAction};
 use dflash::cli::definition;
 use dflash_settings::Warmup;
 
-/// For one process on a busy machine. Refusals take milliseconds.
+/// Timeout of one process on a busy machine. Refusals take milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Nothing is there, and nobody can create it.
+/// A path that does not exist and cannot be created.
 const NOWHERE: &str = "/proc/none/x";
 
-/// Flags that may be 0.
 const MAY_BE_ZERO: [&str; 23] = [
     "contexts",
     "decay-ratio",
@@ -54,7 +53,7 @@ fn is_any(arg: &Arg, types: &[TypeId]) -> bool {
     arg.get_action().takes_values() && types.iter().any(|known| own == *known)
 }
 
-/// The values to try, where the flag takes a number.
+/// The values to try if the flag takes a number.
 fn values(arg: &Arg) -> &'static [&'static str] {
     let whole = [
         TypeId::of::<usize>(),
@@ -80,7 +79,7 @@ fn may_be_taken(flag: &str, value: &str) -> bool {
     }
 }
 
-/// The words of a command, with what it requires.
+/// A command's words, with its required arguments.
 fn line(words: &[String], command: &clap::Command, flag: &str) -> Vec<String> {
     let required = command.get_arguments().filter(|arg| {
         let needed =
@@ -101,7 +100,7 @@ fn try_all(words: &[String], command: &clap::Command, tried: &mut usize) {
         for value in values(arg) {
             let mut line = line(words, command, flag);
             line.push(format!("--{flag}={value}"));
-            // `plan` passes over what is for training alone.
+            // `plan` ignores flags that only affect training.
             check(&line, flag, passes_over && arg.is_hide_set() || may_be_taken(flag, value));
             *tried += 1;
         }

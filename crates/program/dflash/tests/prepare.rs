@@ -1,4 +1,4 @@
-//! `dflash prepare` as the user sees it: exit codes, messages, nothing left behind.
+//! `dflash prepare` as the user sees it: exit codes, messages, and no leftovers.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -18,7 +18,7 @@ fn prepare(dir: &Path, arguments: &str, variables: &[(&str, &str)]) -> Output {
         .unwrap()
 }
 
-/// The single line on stderr that says what is wrong; exit code 1, nothing on stdout.
+/// Checks for a single line on stderr that says what is wrong; exit code 1, nothing on stdout.
 fn check_fault(dir: &Path, arguments: &str, variables: &[(&str, &str)], expect: &str) {
     let output = prepare(dir, arguments, variables);
     let errors = String::from_utf8(output.stderr).unwrap();
@@ -73,7 +73,7 @@ fn typing_errors_are_answered_at_once() {
     assert!(String::from_utf8(usage.stderr).unwrap().contains("--data <FILE|PRESET>"));
 }
 
-/// A model whose tokenizer splits at blanks, and rows of data.
+/// A model whose tokenizer splits at spaces, and rows of data.
 fn place(template: &str, rows: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
@@ -118,7 +118,7 @@ fn faults_in_rows_are_counted_and_shown() {
     assert!(errors.contains("unknown keys in messages: contnt (1 message)"), "{errors}");
 }
 
-/// 24 MB in one row took 3.4 GB when all of it was tokenized.
+/// 24 MB in one row took 3.4 GB when tokenized as a whole.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_giant_row_is_not_tokenized_whole() {

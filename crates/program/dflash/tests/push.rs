@@ -1,5 +1,4 @@
-//! `dflash push` as the user sees it, against a Hub on this machine that the Hub's official client
-//! takes for one.
+//! `dflash push` as the user sees it, against a local Hub that the official client accepts.
 
 #[path = "push/http.rs"]
 mod http;
@@ -36,7 +35,7 @@ fn a_push_is_one_commit_of_what_serving_needs() {
     let size = files["model.safetensors"].content.len();
     assert!(pushed.stderr.contains("uploaded "), "{}", pushed.stderr);
     assert!(size > 3 << 20);
-    // Again, there is nothing to do, and nothing is sent.
+    // The second time there is nothing to do, and nothing is sent.
     world.hub.requests();
     let again = world.push(&format!("run --repo {REPO} --license mit --base-model some/target"));
     assert_eq!(again.stdout.trim(), format!("{}/{REPO}", world.hub.address()));
@@ -87,7 +86,7 @@ fn a_dry_run_shows_all_and_sends_nothing() {
         assert!(found.is_some_and(|it| it.contains(way)), "{line}\n{}", shown.stdout);
     }
     assert!(shown.stdout.contains("me/drafter, private where it is new"), "{}", shown.stdout);
-    // The card that is shown is the card that goes.
+    // The displayed card is the uploaded one.
     let (_, card) = shown.stdout.split_once("README.md:\n\n").unwrap();
     world.push(&format!("run --repo {REPO} --private"));
     assert_eq!(card, world.pushed_card());
@@ -105,7 +104,7 @@ fn a_drafter_that_was_never_evaluated_takes_a_word() {
     std::fs::remove_file(&reports).unwrap();
     world.fails(&line, "was never evaluated; measure it with `dflash eval --target TARGET");
     assert_eq!(world.hub.requests(), Vec::<String>::new());
-    // A report of the same prompts with other weights does not count.
+    // A report on the same prompts with other weights does not count.
     let other = String::from_utf8(report.clone()).unwrap().replace(&world.digest(), "0123456789ab");
     std::fs::write(world.path("other.json"), other).unwrap();
     let named = format!("{line} --evaluation");
@@ -127,7 +126,7 @@ fn a_drafter_that_was_never_evaluated_takes_a_word() {
 fn large_files_go_in_parts_where_the_hub_wants_that() {
     let world = World::new();
     world.hub.send_in_parts(1 << 20);
-    // A part that is lost is sent once more, and only that part.
+    // Only a lost part is sent again.
     world.hub.mishap("PUT /storage", 1, What::Break(1000));
     world.push(&format!("run --repo {REPO}"));
     let files = world.hub.repository(MODEL).unwrap().files("main");
@@ -142,7 +141,7 @@ fn a_run_after_a_failure_goes_on_and_until_then_nothing_is_seen() {
     let world = World::new();
     world.write_gguf("drafter-f16.gguf", "dflash", 8);
     let line = format!("run --repo {REPO} --gguf drafter-f16.gguf");
-    // The first large file arrives; the line of the second breaks however often it is tried.
+    // The first large file arrives; the connection for the second breaks on every attempt.
     let second =
         format!("PUT /storage/{}", sha256(&world.read("run/step-000010/model.safetensors")));
     world.hub.mishap(String::leak(second), 99, What::Break(1 << 20));
@@ -178,7 +177,7 @@ fn a_commit_whose_answer_is_lost_is_made_once() {
     world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
     let pushed = world.push(&format!("run --repo {REPO}"));
     let repository = world.hub.repository(MODEL).unwrap();
-    // The first one made the repository.
+    // The first one created the repository.
     assert_eq!(repository.summaries().len(), 2, "{:?}", repository.summaries());
     let page = format!("{}/{REPO}/commit/{:040x}", world.hub.address(), 2);
     assert_eq!(pushed.stdout.trim(), page);
@@ -195,7 +194,7 @@ fn a_pull_request_whose_answer_is_lost_is_opened_once() {
     world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
     let line = format!("run --repo {REPO} --create-pr");
     let page = format!("{}/{REPO}/discussions/1", world.hub.address());
-    // Nor does another push open a second one of the same.
+    // Another push does not open a second one.
     for _ in 0..2 {
         assert_eq!(world.push(&line).stdout.trim(), page);
         world.hub.heal();
@@ -203,7 +202,7 @@ fn a_pull_request_whose_answer_is_lost_is_opened_once() {
     assert_eq!(world.hub.repository(MODEL).unwrap().proposals().len(), 1);
     let other = world.push(&format!("{line} --message another"));
     assert_eq!(other.stdout.trim(), page.replace("discussions/1", "discussions/2"));
-    // Where the Hub cannot be asked, nobody knows, and it is not told again.
+    // If the Hub cannot be asked, the outcome is unknown, and the request is not repeated.
     world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
     world.hub.mishap("GET /api/models/me/drafter/discussions", 99, What::Status(403, "no"));
     let failed = world.fails(&format!("{line} --message third"), "may have been made");

@@ -12,7 +12,7 @@ impl Place {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// Writes `run.toml`: a [train] table with what a run needs, and `more`.
+    /// Writes `run.toml`: a [train] table with the required settings, and `more`.
     fn with(more: &str) -> Self {
         let place = Self::new();
         place.write("run.toml", &format!("[train]\n{REQUIRED}{more}\n"));

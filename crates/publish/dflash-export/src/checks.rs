@@ -1,5 +1,5 @@
-//! What is refused: a draft that does not belong to the target, and what an engine would serve
-//! wrongly without a word.
+//! Checks before an export: a draft that does not belong to the target, and drafts that an engine
+//! would silently serve wrongly.
 
 use dflash_draft::{LayerKind, unservable};
 use dflash_identity::TargetIdentity;
@@ -12,11 +12,11 @@ use crate::{Error, Result};
 const LLAMA_CPP: &str = "llama.cpp";
 const VLLM: &str = "vLLM";
 
-/// Targets whose hidden states llama.cpp gives to drafts, of those that this program runs (its
+/// Targets whose hidden states llama.cpp passes to drafts, among those that this program runs (its
 /// `src/models/*.cpp` that set `t_layer_inp`).
 const LLAMA_CPP_TARGETS: [&str; 3] = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"];
 
-/// Refuses a draft that cannot be the target's.
+/// Rejects a draft that cannot belong to the target.
 pub(crate) fn fits(
     source: &Source,
     target: &TargetFacts,
@@ -46,7 +46,7 @@ pub(crate) fn fits(
     }
 }
 
-/// Refuses what the engines of the format would serve wrongly.
+/// Rejects what the format's engines would serve wrongly.
 pub(crate) fn servable(
     source: &Source,
     target: &TargetFacts,

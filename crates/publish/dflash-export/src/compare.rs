@@ -1,4 +1,4 @@
-//! An export that was loaded again, against what was exported.
+//! Compares an export, loaded again, with its source.
 
 use dflash_draft::{Draft, DraftConfig, Parameter};
 use dflash_settings::ExportDtype;
@@ -7,31 +7,31 @@ use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Context positions of the forward pass: some more than a block, few enough for any CPU.
+/// Context positions of the forward pass: more than a block, few enough for any CPU.
 const CONTEXT: i64 = 48;
 
-/// Most that a type's rounding may change the forward pass, root mean square to root mean square.
-/// Types of 8 significant bits change one of eight layers by 0.01 and less.
+/// Maximum change of the forward pass through rounding (relative root mean square). Types with 8
+/// significant bits change one of eight layers by at most 0.01.
 const MOST_CHANGE: f64 = 0.1;
 
-/// How near the export is.
+/// How close the export is to its source.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Deviation {
-    /// Tensors compared, all of them.
+    /// Number of tensors compared, i.e. all.
     pub tensors: usize,
-    /// Their elements.
+    /// Number of elements compared.
     pub elements: i64,
-    /// Largest difference of an element, as a share of the largest element of its tensor.
+    /// Largest difference of an element relative to the largest element of its tensor.
     pub largest: f64,
-    /// Difference of the forward passes' results, root mean square, as a share of the result's.
+    /// Relative root mean square difference of the forward passes' results.
     pub forward: f64,
 }
 
-/// Compares the draft that was `exported` with the one that was `loaded` from it. `dtype_of` says how
-/// a parameter was stored.
+/// Compares the `exported` draft with the one `loaded` from the export. `dtype_of` returns a
+/// parameter's storage type.
 ///
 /// # Errors
-/// Another configuration; an element further away than the type's rounding; a forward pass that is.
+/// A different configuration, or a difference of an element or of the forward pass beyond rounding.
 pub(crate) fn compare(
     exported: &Draft,
     loaded: &Draft,
@@ -53,11 +53,10 @@ pub(crate) fn compare(
     Ok(Deviation { tensors: parameters.len(), elements, largest, forward })
 }
 
-/// Compares one tensor with what was read of it; returns the largest difference as a share of the
-/// largest element.
+/// Compares a tensor with its copy; returns the largest difference over the largest element.
 ///
 /// # Errors
-/// An element that the type's rounding does not explain.
+/// A difference beyond the type's rounding.
 pub(crate) fn tensor(
     name: &str,
     (own, theirs): (&Tensor, &Tensor),
@@ -79,8 +78,8 @@ pub(crate) fn tensor(
     Err(Error::Differs { what: format!("tensor {name}"), detail })
 }
 
-/// Whether each element is within the rounding of its block of 32: half a step, and what float16
-/// makes of a step, 127 times.
+/// Whether each element is within the rounding of its block of 32: half a step, plus 127 times the
+/// float16 error of a step.
 fn within_q8(own: &Tensor, theirs: &Tensor) -> bool {
     let blocks = own.reshape([-1, 32]);
     let (largest, _) = blocks.abs().max_dim(1, true);
@@ -91,7 +90,7 @@ fn within_q8(own: &Tensor, theirs: &Tensor) -> bool {
     difference.le_tensor(&allowed).all().int64_value(&[]) == 1
 }
 
-/// What a file of some layout need not say is not compared.
+/// Fields that some layouts may omit are not compared.
 fn same_config(exported: &DraftConfig, loaded: &DraftConfig) -> Result<()> {
     let said = DraftConfig {
         num_target_layers: loaded.num_target_layers.or(exported.num_target_layers),
@@ -106,14 +105,14 @@ fn same_config(exported: &DraftConfig, loaded: &DraftConfig) -> Result<()> {
     Err(Error::Differs { what: "the configuration".into(), detail })
 }
 
-/// The share by which `loaded` makes another block of the same input.
+/// Relative difference of `loaded`'s result for a block of the same input.
 fn forward_difference(exported: &Draft, loaded: &Draft) -> f64 {
     let (own, theirs) = (block(exported), block(loaded));
     let size = |tensor: &Tensor| tensor.square().mean(Kind::Double).sqrt().double_value(&[]);
     size(&(&own - theirs)) / size(&own).max(f64::MIN_POSITIVE)
 }
 
-/// What the draft makes of a block, [B, H], after made-up context.
+/// The draft's output for a block, [B, H], after synthetic context.
 fn block(draft: &Draft) -> Tensor {
     let config = draft.config();
     let wave = |rows: i64, width: i64, pitch: f64| {
@@ -138,7 +137,7 @@ mod tests {
         ((positions * 1.7).sin() * 0.3).view([4, 32])
     }
 
-    /// Whether a change of one element is told from the type's rounding.
+    /// Whether a change of one element is distinguished from rounding.
     fn notices(dtype: ExportDtype, read: &Tensor, change: f64) -> bool {
         let changed = read.copy();
         let _ = changed.view([-1]).narrow(0, 77, 1).g_add_scalar_(change);

@@ -1,12 +1,12 @@
-//! What can go wrong with an export.
+//! Errors of an export.
 #![allow(missing_docs, reason = "the messages say it")]
 
 use std::path::PathBuf;
 
-/// A result of this crate.
+/// Result type of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Errors name the file and the key or tensor, what was found and what was expected.
+/// Errors name the file and the key or tensor, the value found and the value expected.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -34,7 +34,7 @@ pub enum Error {
     Unservable { engine: &'static str, reason: String },
     #[error("tensor {name} has rows of {width}, which q8_0 cannot represent: pass --dtype bf16")]
     Q8Width { name: String, width: i64 },
-    /// The export does not hold what was exported.
+    /// The export differs from its source.
     #[error("the export was discarded: read back, {what} differs: {detail}")]
     Differs { what: String, detail: String },
     #[error("interrupted")]

@@ -1,18 +1,18 @@
 //! llama.cpp's layout of a draft: one GGUF file of architecture `dflash`.
 //!
-//! Read with the sources of the llama.cpp that llama-cpp-python 0.3.36 carries:
-//! `src/models/dflash.cpp`, `common/speculative.cpp` and the converter's `DFlashModel`.
+//! According to the llama.cpp sources in llama-cpp-python 0.3.36: `src/models/dflash.cpp`,
+//! `common/speculative.cpp` and the converter's `DFlashModel`.
 //!
 //! - `dflash.target_layers` counts as we do: id k is the input of layer k, 0 the embedding.
-//! - The embedding and the head are the target's. Only a pruned draft brings a head, whose rows are
-//!   the target's of `d2t`, which holds target ids (speculators' holds offsets).
-//! - The vocabulary must be as long as the target's embedding, and it is where the mask token
-//!   stands. Text is tokenized with the target's alone, so the tokens' names are enough.
-//! - Norms are float32 whatever the matrices are.
+//! - Embedding and head are the target's. Only a pruned draft includes a head: the target's rows of
+//!   `d2t`, which holds target ids (speculators' holds offsets).
+//! - The vocabulary must be as long as the target's embedding, and it defines the mask token. Text
+//!   is tokenized with the target's vocabulary only, so token names suffice.
+//! - Norms are always float32.
 //!
 //! Files are written with ggus: candle writes no 64-bit integers, which a pruned vocabulary needs,
 //! and holds the whole model in memory. They are read with our own code, because ggus trusts the
-//! numbers in a file; so an export that reads back the same has passed two implementations.
+//! numbers in a file; so an export that reads back equal has passed two implementations.
 
 mod keys;
 mod tensors;
@@ -32,12 +32,12 @@ use crate::source::Source;
 use crate::{Error, Result};
 use tensors::{Named, check_shape, matrix_type, read_into};
 
-/// Target ids that a pruned draft can say.
+/// Target ids that a pruned draft can propose.
 const D2T: &str = "d2t";
-/// Its rows of the target's head.
+/// A pruned draft's rows of the target's head.
 const HEAD: &str = "output.weight";
 
-/// Ours and llama.cpp's names of a layer's parts.
+/// Our and llama.cpp's names of a layer's parts.
 const ROLES: [(&str, &str); 11] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
@@ -52,7 +52,7 @@ const ROLES: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// llama.cpp's name of the parameter that we call `name`.
+/// llama.cpp's name for the parameter `name`.
 fn tensor_name(name: &str) -> String {
     let layer = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.'));
     match (layer, name) {
@@ -67,16 +67,16 @@ fn tensor_name(name: &str) -> String {
     }
 }
 
-/// The type of `parameter` in a file of `dtype`.
+/// The storage type of `parameter` in a file of `dtype`.
 pub(crate) fn tensor_type(parameter: &Parameter, dtype: ExportDtype) -> TensorType {
     if parameter.role == Role::Vector { TensorType::F32 } else { matrix_type(dtype) }
 }
 
-/// Writes `source` as the file `path`; a pruned draft with its rows `head_vh` [Vd, H] of the target's
-/// head.
+/// Writes `source` to the file `path`; for a pruned draft with its rows `head_vh` [Vd, H] of the
+/// target's head.
 ///
 /// # Errors
-/// I/O; rows that q8_0 cannot hold.
+/// I/O, or rows that do not fit q8_0.
 pub(crate) fn write(
     path: &Path,
     (source, head_vh): (&Source, Option<&Tensor>),
@@ -116,15 +116,15 @@ pub(crate) struct Read {
     pub(crate) head_vh: Option<Tensor>,
 }
 
-/// Reads the draft in `path`, our export or that of llama.cpp's converter.
+/// Reads the draft in `path`, exported by us or by llama.cpp's converter.
 ///
 /// # Errors
-/// Damage; another architecture or kind of drafter; a type that we do not read.
+/// A damaged file; another architecture or type of drafter; an unsupported tensor type.
 pub(crate) fn read(path: &Path) -> Result<Read> {
     let file = GgufFile::open(path)?;
     let (config, identity) = keys::parse(&file)?;
     let layout = DraftLayout::new(&config);
-    // Before memory is taken for what the metadata says.
+    // Checked before memory is allocated according to the metadata.
     for parameter in layout.parameters() {
         check_shape(&file, &tensor_name(&parameter.name), &parameter.shape)?;
     }

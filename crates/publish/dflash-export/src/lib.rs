@@ -1,11 +1,12 @@
-//! Exports: a draft in another layout or type, loaded again and compared.
+//! Exports a draft to another layout or type, loads the export and compares it.
 //!
-//! - [`Source`] is the draft, from any layout that we read;
-//! - `checks` refuses what does not fit its target and what an engine would serve wrongly;
-//! - `gguf` is llama.cpp's layout; the other two are `dflash-draft`'s;
-//! - `compare` holds what was loaded from the export against the draft: [`Deviation`].
+//! - [`Source`] is the draft, from any supported layout;
+//! - `checks` rejects a draft that does not match its target, or that an engine would serve
+//!   wrongly;
+//! - `gguf` is llama.cpp's layout; the other two are in `dflash-draft`;
+//! - `compare` compares the loaded export with the draft: [`Deviation`].
 //!
-//! An export has its name only when it has passed: it is made aside.
+//! An export is built under a temporary name and renamed once it has passed.
 
 mod checks;
 mod compare;
@@ -30,21 +31,21 @@ pub use compare::Deviation;
 pub use error::{Error, Result};
 pub use source::Source;
 
-/// speculators' names of what a pruned draft has besides its weights.
+/// speculators' names of a pruned draft's additional tensors.
 const HEAD: &str = "lm_head.weight";
 
 /// A finished export.
 #[derive(Debug)]
 pub struct Exported {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// Its files together, in bytes.
+    /// Total size of its files in bytes.
     pub bytes: u64,
-    /// How near it is to the draft.
+    /// Its deviation from the draft.
     pub deviation: Deviation,
 }
 
-/// What an export takes from its target.
+/// The target's data that an export needs.
 struct Target<'a> {
     dir: &'a Path,
     facts: &'a TargetFacts,
@@ -52,11 +53,12 @@ struct Target<'a> {
     tokenizer: Option<&'a ChatTokenizer>,
 }
 
-/// Exports `source`, whose target is in `target_dir`, as `settings` say. GGUF needs the target's tokenizer.
+/// Exports `source`, whose target is in `target_dir`, according to `settings`. GGUF needs the
+/// target's tokenizer.
 ///
 /// # Errors
-/// A draft that does not fit the target or that the engine would serve wrongly; an output that is
-/// there; I/O; an export that is not what was exported.
+/// A draft that does not match the target or that the engine would serve wrongly; an output that
+/// exists; I/O; an export that differs from its source.
 pub fn export(
     mut source: Source,
     settings: &ExportSettings,
@@ -122,13 +124,13 @@ fn check_stop(stop: &AtomicBool) -> Result<()> {
     if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
 }
 
-/// The rows of the target's head that a pruned draft says, [Vd, H] in float32.
+/// A pruned draft's rows of the target's head, [Vd, H] in float32.
 fn pruned_head(target: &Target<'_>, vocabulary: &DraftVocabulary) -> Result<Tensor> {
     let head = TargetIo::of(target.dir, target.facts, (Device::Cpu, Kind::Float))?;
     Ok(head.lm_head_vh.index_select(0, &Tensor::from_slice(vocabulary.selected())))
 }
 
-/// Writes z-lab's or speculators' layout into `dir`.
+/// Writes z-lab's or speculators' layout to `dir`.
 fn write_directory(
     dir: &Path,
     (source, head_vh): (&Source, Option<&Tensor>),
@@ -149,7 +151,7 @@ fn write_directory(
         let sizes = source.vocabulary.as_ref().map(|vocabulary| vocabulary.selected().len());
         let says = sizes.unwrap_or(source.config().vocab_size as usize);
         let architectures = vec![target.facts.architecture.clone()];
-        // Not its path: an export is for other machines too.
+        // Not its path, since exports are moved to other machines.
         let name_or_path = target.identity.name.clone();
         let verifier = Verifier { name_or_path, architectures };
         source.config().save_speculators(dir, (&kind_name(kind), says), &verifier)?;
@@ -158,7 +160,7 @@ fn write_directory(
     Ok(source.draft.save_weights(dir, kind, &more)?)
 }
 
-/// libtorch's kind of a type that safetensors has.
+/// libtorch's type for a safetensors type.
 fn kind(dtype: ExportDtype) -> Kind {
     match dtype {
         ExportDtype::Bf16 => Kind::BFloat16,
@@ -168,7 +170,7 @@ fn kind(dtype: ExportDtype) -> Kind {
     }
 }
 
-/// Loads the export at `path` and compares it with what was exported.
+/// Loads the export at `path` and compares it with its source.
 fn check(
     (source, head_vh): (&Source, Option<&Tensor>),
     path: &Path,
@@ -196,7 +198,7 @@ fn check(
     compare::compare(&source.draft, &loaded.draft, stored)
 }
 
-/// Bytes of a file, or of the files of a directory.
+/// Total size in bytes of a file, or of the files in a directory.
 fn size(path: &Path) -> Result<u64> {
     let unreadable = |source| dflash_formats::Error::Read { path: path.into(), source };
     if path.is_file() {

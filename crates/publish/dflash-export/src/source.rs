@@ -1,4 +1,4 @@
-//! The draft to be exported, from any layout that we read.
+//! The draft to be exported, from any supported layout.
 
 use std::path::{Path, PathBuf};
 
@@ -9,14 +9,14 @@ use tch::{Device, Kind};
 
 use crate::{Result, gguf};
 
-/// A draft in float32 on the CPU, with what belongs to it.
+/// A draft in float32 on the CPU, with its metadata.
 #[derive(Debug)]
 pub struct Source {
     pub(crate) path: PathBuf,
     pub(crate) draft: Draft,
-    /// What a pruned draft can say.
+    /// A pruned draft's vocabulary.
     pub(crate) vocabulary: Option<DraftVocabulary>,
-    /// The target that it was made for, where it says so.
+    /// The target that it was made for, if recorded.
     pub(crate) made_for: Option<TargetIdentity>,
 }
 
@@ -24,7 +24,7 @@ impl Source {
     /// Reads the draft at `path`: a directory in z-lab's or speculators' layout, or a GGUF file.
     ///
     /// # Errors
-    /// Damaged files, drafts of another kind, tensors that are missing or misshapen: each named.
+    /// Damaged files, drafts of another type, missing or misshapen tensors (each named).
     pub fn open(path: &Path) -> Result<Self> {
         let made_for;
         let (draft, vocabulary) = if path.is_file() {
@@ -45,7 +45,7 @@ impl Source {
         self.draft.config()
     }
 
-    /// Fills in what the draft's own files do not say, as GGUF and speculators' layout do not.
+    /// Adds what GGUF and speculators' layout do not record.
     pub(crate) fn complete(self, target_layers: usize, eos: Option<i64>) -> Self {
         let own = self.config();
         let config = DraftConfig {

@@ -14,7 +14,6 @@ use dflash_settings::PushSettings;
 use crate::drafter::{Drafter, VOCABULARY};
 use crate::origin::{Data, Origin};
 
-/// The data of a card.
 pub(crate) struct Card<'a> {
     pub(crate) settings: &'a PushSettings,
     pub(crate) drafter: &'a Drafter,
@@ -53,8 +52,9 @@ impl Card<'_> {
 
     fn introduction(&self) -> String {
         let name = self.settings.repo.split('/').next_back().unwrap_or_default();
+        let worth = self.worth();
         let mut text = format!(
-            "# {name}\n\nA drafter for speculative decoding with {}, trained with DFlash (block \
+            "# {name}\n\n{worth}\n\nA drafter for speculative decoding with {}, trained with DFlash (block \
              diffusion). It reads hidden states of its target and proposes a block of tokens in one \
              pass; the target checks the block in one more and keeps its longest right beginning. The \
              text is the target's own; the drafter decides only how fast it comes. It is of no use \

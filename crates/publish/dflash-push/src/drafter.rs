@@ -20,7 +20,6 @@ const WEIGHTS: &str = "model.safetensors";
 pub(crate) const VOCABULARY: &str = "draft_vocabulary.safetensors";
 pub(crate) const GGUF: &str = ".gguf";
 
-/// A drafter to publish.
 #[derive(Debug)]
 pub(crate) struct Drafter {
     /// Its location: a directory, or a GGUF file.
@@ -28,10 +27,10 @@ pub(crate) struct Drafter {
     /// The files to upload, by name in the repository.
     pub(crate) files: BTreeMap<String, PathBuf>,
     pub(crate) shape: Outline,
-    /// Numbers in its weights, and their type where it is one.
+    /// Number of weights, and their type if it is uniform.
     pub(crate) parameters: Option<u64>,
     pub(crate) dtype: Option<String>,
-    /// The target that it was made for, where it says.
+    /// The target that it was made for, if recorded.
     pub(crate) made_for: Option<TargetIdentity>,
     /// The run that made it.
     pub(crate) origin: Option<Origin>,
@@ -161,10 +160,10 @@ impl Drafter {
     }
 }
 
-/// Numbers in the safetensors file at `path`, and their type where it is one.
+/// Number of weights in the safetensors file at `path`, and their type if it is uniform.
 ///
 /// # Errors
-/// A file that is not whole.
+/// A truncated or damaged file.
 fn count_parameters(path: &Path) -> Result<(u64, Option<String>), Error> {
     let (_, header) = Header::open(path)?;
     let tensors = header.metadata.tensors();

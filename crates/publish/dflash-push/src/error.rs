@@ -1,4 +1,4 @@
-//! What can go wrong between a drafter's directory and the Hub.
+//! Errors of publishing a drafter.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use std::path::PathBuf;
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A run's directory.
+    /// An error in a run's directory.
     #[error(transparent)]
     Run(#[from] dflash_run::Error),
-    /// Files that are not whole.
+    /// Truncated or damaged files.
     #[error(transparent)]
     Format(#[from] dflash_formats::Error),
     /// The Hub, or the connection to it.

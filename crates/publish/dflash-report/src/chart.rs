@@ -1,49 +1,69 @@
 //! Charts as SVG inside HTML pages that need no other file.
 //!
-//! All outside text goes through [`escape`].
+//! Colours come from the page's style, so a chart is light or dark with its page. Every line carries
+//! its points for [`SCRIPT`], which shows the values under the pointer or, by arrow keys, at a
+//! cursor. All outside text goes through [`escape`].
 
+mod axis;
 mod bars;
 mod line;
 
-pub use bars::BarChart;
-pub use line::{Chart, number};
+pub use axis::number;
+pub use bars::{Bar, BarChart};
+pub use dflash_http::escape;
+pub use line::Chart;
 
-use plotters::prelude::RGBColor;
+/// Shows values under the pointer; the script of every page with charts.
+pub const SCRIPT: &str = include_str!("chart/plots.js");
 
-/// The style of every page.
-pub const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1200px;\
-padding:0 1rem;color:#222}h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}\
-.charts{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 480px;max-width:580px}\
-figcaption span{font-size:.85rem}svg{max-width:100%;height:auto}table{border-collapse:collapse}\
-td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top;\
-border-bottom:1px solid #eee;overflow-wrap:anywhere}td.n,th.n{text-align:right}\
-.note{color:#a33}code{white-space:pre-wrap}";
+/// Number of colours in the page's style.
+const COLORS: usize = 6;
 
-const SIZE: (u32, u32) = (560, 280);
-const COLORS: [RGBColor; 5] = [
-    RGBColor(31, 111, 180),
-    RGBColor(214, 98, 28),
-    RGBColor(44, 140, 60),
-    RGBColor(130, 80, 170),
-    RGBColor(110, 110, 110),
-];
-
-/// Text as HTML shows it, in elements and in quoted attributes.
-pub fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
-        .replace('\'', "&#39;")
+/// What stands around a drawing.
+struct Figure<'a> {
+    title: &'a str,
+    unit: &'a str,
+    /// Names of the series, in the order of the colours; shown if there are several.
+    names: Vec<&'a str>,
+    legend: &'static str,
+    /// The drawing in words.
+    words: String,
+    /// Attributes of the `svg` element.
+    attributes: String,
+    drawing: String,
 }
 
-/// A drawing with its title above it, and a legend of `names` in the order of the colors.
-fn figure<'a>(title: &str, names: impl Iterator<Item = &'a str>, svg: &str) -> String {
-    let legend: String = names
-        .zip(COLORS.iter().cycle())
-        .map(|(name, RGBColor(r, g, b))| {
-            format!("<span style=\"color:rgb({r},{g},{b})\">&#9644; {}</span> ", escape(name))
-        })
-        .collect();
-    format!("<figure><figcaption><b>{}</b> {legend}</figcaption>{svg}</figure>\n", escape(title))
+impl Figure<'_> {
+    fn html(&self) -> String {
+        let (title, words) = (escape(self.title), escape(&self.words));
+        let unit = match self.unit.is_empty() {
+            true => String::new(),
+            false => format!(" <span class=\"unit\">{}</span>", escape(self.unit)),
+        };
+        let legend = match self.names.len() {
+            0 | 1 => String::new(),
+            _ => self.legend(),
+        };
+        let (width, height) = (axis::WIDTH, axis::HEIGHT);
+        format!(
+            "<figure class=\"chart\"><figcaption><h3>{title}{unit}</h3></figcaption>{legend}\
+             <svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{title}\" \
+             aria-description=\"{words}\" tabindex=\"0\" {}><desc>{words}</desc>{}</svg>\
+             <p class=\"value\" aria-live=\"polite\">{words}</p></figure>\n",
+            self.attributes, self.drawing
+        )
+    }
+
+    fn legend(&self) -> String {
+        let items = self.names.iter().enumerate();
+        let items: String = items
+            .map(|(index, name)| format!("<li class=\"{}\">{}</li>", color(index), escape(name)))
+            .collect();
+        format!("<ul class=\"legend {}\">{items}</ul>", self.legend)
+    }
+}
+
+/// The style's class for the colour of series `index`.
+fn color(index: usize) -> String {
+    format!("c{}", index % COLORS + 1)
 }

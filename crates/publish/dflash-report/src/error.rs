@@ -1,4 +1,4 @@
-//! What can go wrong with a report.
+//! Errors of a report.
 
 use std::path::PathBuf;
 
@@ -18,4 +18,6 @@ pub enum Error {
     Run(#[from] dflash_run::Error),
     #[error(transparent)]
     Files(#[from] dflash_io::Error),
+    #[error(transparent)]
+    Server(#[from] dflash_http::Error),
 }

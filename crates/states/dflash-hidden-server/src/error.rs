@@ -1,4 +1,4 @@
-//! Why a server does not start, or ends.
+//! Errors that keep a server from starting, or end it.
 
 /// A failure, naming the address or the model it concerns.
 #[derive(Debug, thiserror::Error)]
@@ -13,7 +13,7 @@ pub enum Error {
     Http(#[from] dflash_http::Error),
     #[error(transparent)]
     Model(#[from] dflash_tensor::Error),
-    /// Another process of a split target has gone or does not answer.
+    /// Another process of a split target is gone or does not answer.
     #[error(transparent)]
     Peers(#[from] dflash_dist::Error),
     /// A rank of a split target ran out of memory in a pass.

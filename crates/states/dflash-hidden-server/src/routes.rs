@@ -85,7 +85,6 @@ impl Shared {
     }
 }
 
-/// All routes.
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     Router::new()
         .route("/health", get(health))

@@ -1,7 +1,7 @@
-//! How fast an endpoint hands out hidden states, ours or a stock vLLM:
+//! Measures how fast an endpoint, ours or a stock vLLM, delivers hidden states:
 //!
-//! `cargo run --release -p dflash-hidden-states --example fetch_rate -- ENDPOINT LAYERS HIDDEN [SAMPLES
-//! TOKENS IN_FLIGHT]`, for instance `localhost:8000 2,3,5,6 256 200 216 8`.
+//! `cargo run --release -p dflash-hidden-states --example fetch_rate -- ENDPOINT LAYERS HIDDEN
+//! [SAMPLES TOKENS IN_FLIGHT]`, for instance `localhost:8000 2,3,5,6 256 200 216 8`.
 
 use std::time::Instant;
 
@@ -28,7 +28,7 @@ fn run(args: &[String]) -> Result<(), Error> {
     let layer_ids = args[1].split(',').filter_map(|id| id.parse().ok()).collect();
     let mut config = StreamConfig::new(vec![args[0].clone()], layer_ids, number(2, 256));
     config.max_in_flight = number(5, 8);
-    // Every prompt differs from its first token on, so that no server can reuse a prefix.
+    // Every prompt differs from the first token on, so that no server can reuse a prefix.
     let row = move |sample: usize| {
         let ids = (0..tokens).map(|token| ((sample * 131 + token * 17) % 4000) as i64);
         let requests = vec![Request { sample: sample as u64, input_ids: ids.collect() }];

@@ -18,7 +18,7 @@ const REASON_TIME: Duration = Duration::from_secs(5);
 pub(crate) enum BodyFault {
     /// It is longer than any valid one.
     TooLong,
-    /// Nothing came for this long.
+    /// Nothing arrived for this long.
     Stalled(Duration),
     Transport(reqwest::Error),
 }

@@ -1,4 +1,4 @@
-//! Errors between a target's layers and the trainer, each with its remedy.
+//! Errors of hidden-state sources, each with its remedy.
 
 use std::io;
 use std::path::PathBuf;

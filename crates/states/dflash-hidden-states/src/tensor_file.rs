@@ -1,7 +1,7 @@
 //! Hidden states of one sample in a safetensors file: ours, speculators' or a stock vLLM's.
 //!
-//! A file is read as far as it is wanted, in blocks, and never by what its header claims: a damaged
-//! or foreign file costs no more than a good one.
+//! A file is read in blocks, only as far as needed, and its header's claims are not trusted: a
+//! damaged or foreign file costs no more than a good one.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -26,19 +26,19 @@ pub(crate) const DIGEST: &str = "digest";
 /// Metadata key that other writers set too, to the library that the tensors are for.
 pub(crate) const FORMAT: &str = "format";
 
-/// A header of two tensors takes a few hundred bytes.
+/// Maximum header size; a header of two tensors takes a few hundred bytes.
 const LARGEST_HEADER: u64 = 1 << 20;
-/// What is read at once, if a row is not larger.
+/// Bytes read at a time, unless a row is larger.
 const BLOCK: usize = 1 << 18;
-/// No target has as many.
+/// Maximum number of slots; no target has as many.
 const MOST_SLOTS: usize = 1024;
 
-/// What a file must hold.
+/// What a file must contain.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted<'a> {
     pub(crate) layer_ids: &'a [u32],
     pub(crate) hidden_size: usize,
-    /// Rows from the first on.
+    /// Number of leading rows.
     pub(crate) tokens: usize,
 }
 
@@ -50,13 +50,13 @@ pub(crate) struct TensorFile<R> {
     header: Header,
 }
 
-/// Opens a regular file, and nothing else: a pipe or a device would keep the reader waiting.
+/// Opens only regular files, since a pipe or a device would block the reader.
 pub(crate) fn open_regular(path: &Path, follow_links: bool) -> io::Result<File> {
     let kind = if follow_links { fs::metadata(path)? } else { fs::symlink_metadata(path)? };
     if !kind.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    // It may have been replaced in between.
+    // It may have been replaced since the check.
     let flags = if follow_links { 0 } else { libc::O_NOFOLLOW };
     let flags = flags | libc::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags).open(path)?;
@@ -66,7 +66,7 @@ pub(crate) fn open_regular(path: &Path, follow_links: bool) -> io::Result<File> 
     }
 }
 
-/// The checksum of what a file of ours holds.
+/// The checksum of the content of our files.
 pub(crate) fn digest(
     (dtype, shape, layer_ids): (StoredDtype, &[usize], &str),
     token_ids: &[u8],
@@ -99,7 +99,7 @@ impl<R: Read + Seek> TensorFile<R> {
         Ok(Self { path: path.into(), reader, header })
     }
 
-    /// How many tokens it holds, and those of them that come first, up to `most`.
+    /// Number of tokens in the file, and the first of them, up to `most`.
     ///
     /// # Errors
     /// [`Error::BadFile`], [`Error::ReadFile`].
@@ -112,7 +112,7 @@ impl<R: Read + Seek> TensorFile<R> {
         Ok((tokens, bytes.chunks_exact(8).map(id).collect()))
     }
 
-    /// The wanted layers, up to the wanted row. A file with a digest is checked as a whole.
+    /// The wanted layers, up to the last wanted row. A file with a digest is verified completely.
     ///
     /// # Errors
     /// [`Error::BadFile`], [`Error::ReadFile`], [`Error::Shape`].
@@ -152,7 +152,7 @@ impl<R: Read + Seek> TensorFile<R> {
         states
     }
 
-    /// How many rows of hidden states its header tells of.
+    /// Number of rows of hidden states according to the header.
     pub(crate) fn rows(&self) -> Option<usize> {
         self.header.metadata.info("hidden_states")?.shape.first().copied()
     }
@@ -161,7 +161,7 @@ impl<R: Read + Seek> TensorFile<R> {
         self.reader
     }
 
-    /// What the header's metadata says under `key`.
+    /// The header's metadata value of `key`.
     pub(crate) fn stated(&self, key: &str) -> Option<String> {
         self.header.metadata.metadata().as_ref()?.get(key).cloned()
     }
@@ -179,8 +179,8 @@ impl<R: Read + Seek> TensorFile<R> {
         Err(bad_file(&self.path, &format!("token_ids is {:?} {:?}", info.dtype, info.shape)))
     }
 
-    /// Other writers' files have no digest, and no metadata but perhaps a format: a key beside it
-    /// is one of ours, of a file from before digests or of a damaged one.
+    /// Files by other writers have no digest, and no metadata except possibly a format. Any other
+    /// key is ours, from a file older than digests or a damaged one.
     fn check_foreign(&self) -> Result<(), Error> {
         let keys = self.header.metadata.metadata().iter().flat_map(HashMap::keys);
         let reason = match keys.filter(|key| *key != FORMAT).max_by_key(|key| *key == LAYER_IDS) {
@@ -191,7 +191,7 @@ impl<R: Read + Seek> TensorFile<R> {
         Err(bad_file(&self.path, reason))
     }
 
-    /// One row for each token, of a type that we know.
+    /// Checks that there is one row per token, of a supported type.
     fn check_rows(&self, ids: &TensorInfo, rows: &TensorInfo) -> Result<(), Error> {
         if !matches!(rows.dtype, StoredDtype::BF16 | StoredDtype::F32 | StoredDtype::F16) {
             return Err(bad_file(&self.path, &format!("hidden_states is {:?}", rows.dtype)));
@@ -203,7 +203,7 @@ impl<R: Read + Seek> TensorFile<R> {
         Err(bad_file(&self.path, &format!("it has {got} rows for {tokens} tokens")))
     }
 
-    /// The chosen slots of the wanted rows. What a digest covers is read to the end.
+    /// The selected slots of the wanted rows. If there is a digest, the file is read to the end.
     fn gather(
         &mut self,
         rows: &TensorInfo,
@@ -241,7 +241,7 @@ impl<R: Read + Seek> TensorFile<R> {
         HiddenStates::new(wanted.layer_ids.to_vec(), tokens, wanted.hidden_size, dtype, layers)
     }
 
-    /// Takes a whole tensor into a digest.
+    /// Adds a whole tensor to a digest.
     fn hash(&mut self, info: &TensorInfo, hasher: &mut Hasher) -> Result<(), Error> {
         let (mut at, end) = info.data_offsets;
         let mut block = vec![0; BLOCK.min(end - at)];
@@ -265,8 +265,8 @@ pub(crate) fn bad_file(path: &Path, reason: &str) -> Error {
     Error::BadFile { path: path.into(), reason: clean(reason, 300) }
 }
 
-/// The slot of each wanted layer: by the ids that the file states, else by position, where one
-/// slot more than wanted is the last layer's output.
+/// The slot of each wanted layer: by the ids in the file, or else by position, where one extra slot
+/// is the last layer's output.
 fn slots_of(shape: &[usize], stated: Option<&[u32]>, wanted: Wanted<'_>) -> Option<Vec<usize>> {
     let &[_, slots, hidden] = shape else { return None };
     let count = wanted.layer_ids.len();

@@ -122,7 +122,6 @@ pub(crate) fn reported(reply: &[u8], tokens: usize) -> Vec<LogProbability> {
     all
 }
 
-/// The check of one sample.
 #[derive(Debug)]
 pub(crate) struct Check {
     url: String,
@@ -213,8 +212,7 @@ impl Check {
         })
     }
 
-    /// Compares the log-probabilities of a `reply` with those that the target computes from
-    /// `states`.
+    /// Compares the log-probabilities of a `reply` with the target's, computed from `states`.
     ///
     /// # Errors
     /// [`Error::OtherHead`], [`Error::TargetLogits`].

@@ -13,7 +13,7 @@ use dflash_torch_sys::{Error as TorchError, Store};
 
 use crate::wait::until;
 
-/// Interval between checks of who has compared.
+/// Interval between checks of which ranks have compared.
 const POLL: Duration = Duration::from_millis(20);
 
 /// How long a rank that found a difference waits for the others to find it, because the store may
@@ -70,7 +70,7 @@ pub(crate) fn sign_in(
 ) -> Result<(), TorchError> {
     let record = record(common);
     store.set(&record_key(rank), record.as_bytes())?;
-    // The record is written before the digest, so whoever sees the digest can read it.
+    // Write the record before the digest, so that whoever sees the digest can read the record.
     store.set(&present_key(rank), digest(&record).as_bytes())
 }
 

@@ -8,11 +8,10 @@ use dflash_torch_sys::Error as TorchError;
 
 use crate::Difference;
 
-/// Maximum number of differences between ranks in a message: another program may differ in
-/// everything.
+/// Maximum differences between ranks in a message: another program may differ in everything.
 const SHOWN_DIFFERENCES: usize = 8;
 
-/// An error names the rank and the operation, the variable, the flag, or the process that died.
+/// An error names the rank and operation, the variable, the flag, or the process that died.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Error {

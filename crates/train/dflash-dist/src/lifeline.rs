@@ -78,7 +78,7 @@ impl Lifeline {
 }
 
 impl Line {
-    /// The rank at the other end if that has ended, or the one that it reports.
+    /// The rank at the other end if it has ended, or the rank that it reports as ended.
     fn look(&mut self) -> Option<usize> {
         let mut said = [0; 8];
         match self.stream.read(&mut said) {

@@ -50,7 +50,7 @@ pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
     Err(Error::NoNccl { reason: "it carries GPU tensors, and this run is on the CPU".to_owned() })
 }
 
-/// The group, with NCCL for GPU tensors if it is wanted and works.
+/// The group, with NCCL for GPU tensors if requested and working.
 pub(crate) fn join_or_stage(
     gloo: Gloo,
     options: &ConnectOptions,
@@ -113,7 +113,7 @@ fn join(
     let watch = watch(gloo, &group, place, options.collective_timeout)?;
     let problem = trial(&group, own, options.device).err();
     if problem.is_some() {
-        // The others may wait in their trial; this notifies them.
+        // The others may be waiting in their trial; this notifies them.
         drop(watch);
         let reason = any_problem(gloo, problem)?;
         return Ok(Err(reason.unwrap_or_default()));
@@ -124,7 +124,7 @@ fn join(
     }
 }
 
-/// Watches the group, if necessary without detecting the end of peers.
+/// Watches the group; if the lifeline cannot be opened, without detecting the end of peers.
 fn watch(gloo: &Gloo, group: &NcclGroup, place: Place, timeout: Duration) -> Result<Watch, Error> {
     let lifeline = Lifeline::open(gloo, place)?.unwrap_or_else(|reason| {
         if gloo.rank() == 0 {

@@ -1,4 +1,4 @@
-//! How workers meet: a store at a known address, a roll call, then gloo's connections.
+//! Rendezvous of workers: a store at a known address, a roll call, then gloo's connections.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
@@ -31,8 +31,7 @@ const INTERFACE_VARIABLE: &str = "GLOO_SOCKET_IFNAME";
 pub struct ConnectOptions {
     /// Timeout for all ranks to arrive at the rendezvous.
     pub join_timeout: Duration,
-    /// Timeout of each collective: the longest time that the slowest rank may lag behind the
-    /// fastest.
+    /// Timeout of each collective: how far the slowest rank may lag behind the fastest.
     pub collective_timeout: Duration,
     /// Where this process computes.
     pub device: Device,
@@ -90,8 +89,7 @@ pub struct GroupSpec {
     pub ranks: Vec<usize>,
     /// The device of its tensors; NCCL is tried for a GPU.
     pub device: Device,
-    /// Timeout of each collective: the longest time that its slowest rank may lag behind the
-    /// fastest.
+    /// Timeout of each collective: how far its slowest rank may lag behind the fastest.
     pub timeout: Duration,
 }
 
@@ -173,8 +171,7 @@ impl Meeting<'_> {
         reach(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
-    /// Retries until someone listens. c10d would retry too, but slowly, and it writes its attempts
-    /// to the terminal.
+    /// Retries until someone listens. c10d would retry too, but slowly, and log its attempts.
     fn await_listener(&self) -> Result<(), Error> {
         let listening = || self.is_listening().then_some(());
         until((self.start, self.limit), POLL, listening).ok_or_else(|| {
@@ -338,7 +335,7 @@ mod tests {
 
     #[test]
     fn the_store_listens_where_its_host_says() {
-        // The loopback's second address tells one address from all.
+        // The loopback interface's second address distinguishes one address from all.
         let elsewhere = |host| {
             let store = serve(host, 0, SHORT).unwrap();
             TcpStream::connect(("127.0.0.2", store.port())).is_ok()

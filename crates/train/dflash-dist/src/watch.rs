@@ -45,7 +45,7 @@ impl Drop for Watch {
         self.ended.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // It can only panic by a bug, which has been reported.
+            // It panics only on a bug, which has already been reported.
             let _ = thread.join();
         }
     }
@@ -65,7 +65,7 @@ impl Watching {
         while !self.is_over(POLL) {
             if let Some(reason) = self.fault() {
                 self.group.give_up(reason.clone());
-                // The others are told now, not when this process has ended.
+                // Tell the others now, not when this process has ended.
                 self.lifeline = Lifeline::default();
                 return self.see_out(&reason);
             }

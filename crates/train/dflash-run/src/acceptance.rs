@@ -44,13 +44,12 @@ pub struct SlotCounts {
 }
 
 impl Acceptance {
-    /// Counts for blocks of so many proposals.
+    /// Counts for blocks of `proposals` proposals.
     pub fn new(proposals: usize) -> Self {
         Self { reached: vec![0; proposals + 1], ..Self::default() }
     }
 
-    /// Adds one answer: the accepted proposals of each of its steps. An answer without steps adds
-    /// nothing.
+    /// Adds one answer: the accepted proposals of each step. One without steps adds nothing.
     ///
     /// # Panics
     /// If a step accepted more than a block proposes.

@@ -1,7 +1,7 @@
 //! Which settings affect the result of a run, and which of them a resumed run changes.
 //!
-//! Each setting's class stands beside its field in `dflash-settings`. Facts that a run knows only
-//! when it computes (ranks, threads, processor) are recorded under their own keys.
+//! Each setting's class is declared on its field in `dflash-settings`. Facts that are known only at
+//! run time (ranks, threads, processor) are recorded under their own keys.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -53,8 +53,7 @@ impl Best {
         measured.or(expected.map(|length| ("expected acceptance length", length)))
     }
 
-    /// Whether it is better than `other`. Measured acceptance takes precedence over expected
-    /// acceptance.
+    /// Whether it is better than `other`. Measured acceptance takes precedence over expected.
     pub(crate) fn beats(&self, other: &Self) -> bool {
         match (self.acceptance_length, other.acceptance_length) {
             (Some(own), Some(others)) => own > others,
@@ -73,7 +72,7 @@ impl Checkpoint {
     /// The float32 state.
     pub const TENSORS: &str = "trainer/state.safetensors";
 
-    /// The checkpoint of `step` in a run's directory, whether it exists or not.
+    /// The checkpoint of `step` in a run's directory, whether or not it exists.
     pub fn at(run: &Path, step: u64) -> Self {
         Self { step, dir: run.join(format!("{PREFIX}{step:06}")) }
     }
@@ -83,8 +82,7 @@ impl Checkpoint {
         self.dir.join(CONFIG).is_file()
     }
 
-    /// Whether it was saved by a run that had diverged, or was marked later; false if its state
-    /// cannot be read.
+    /// Whether it is marked as that of a diverged run; false if its state cannot be read.
     pub fn is_diverged(&self) -> bool {
         State::load(&self.dir).is_ok_and(|state| state.position.diverged)
     }
@@ -128,7 +126,7 @@ pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
     if let (None, Some(last)) = (&latest, complete.last()) {
         return Err(Error::OnlyDiverged { path: run.into(), step: last.step });
     }
-    // Another run may be writing: only a checkpoint that lacks a file now is damaged.
+    // Another run may be writing: report a checkpoint as damaged only if it still lacks a file now.
     let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
     match torn {
         Some(torn) if latest.as_ref().is_none_or(|latest| latest.step < torn.step) => {

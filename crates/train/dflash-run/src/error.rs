@@ -71,7 +71,7 @@ pub enum Error {
         .path.join("latest").display()
     )]
     NoBest { path: PathBuf },
-    /// A file of the user is in the place of a link.
+    /// One of the user's files has a link's name.
     #[error("{path} is not a link made by this run; move it away")]
     NotALink { path: PathBuf },
     /// A checkpoint lacks a file.
@@ -79,7 +79,7 @@ pub enum Error {
     Missing { path: PathBuf },
 }
 
-/// Steps for people.
+/// Step numbers as text.
 pub(crate) fn steps(steps: &[u64]) -> String {
     let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
     steps.join(", ")

@@ -1,4 +1,4 @@
-//! Results of `dflash eval`, kept beside the draft: `evaluations.json` in a checkpoint of a run.
+//! Results of `dflash eval`, stored with the draft: `evaluations.json` in a checkpoint of a run.
 //! Each report identifies its weights by a digest, so that results are never shown for another
 //! draft.
 
@@ -49,7 +49,7 @@ pub struct Evaluation {
     pub lossless: Option<Identical>,
 }
 
-/// The mode in which answers were made.
+/// How answers were generated.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EvalMode {
     /// 0 for greedy decoding.
@@ -69,6 +69,10 @@ pub struct Rates {
     pub speculative: f64,
     pub plain: f64,
     pub speed_up: f64,
+    /// Standard error of the speed-up; `None` if it was not measurable, and in reports of earlier
+    /// releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speed_up_error: Option<f64>,
 }
 
 /// How many answers equal those of plain greedy decoding.
@@ -148,8 +152,7 @@ impl Checkpoint {
         if path.is_file() { Evaluation::read(&path) } else { Ok(Vec::new()) }
     }
 
-    /// Adds an evaluation, replacing one of the same prompts and settings and those of other
-    /// weights.
+    /// Adds an evaluation, replacing those of the same prompts and settings or of other weights.
     ///
     /// # Errors
     /// A file that cannot be written, or has other contents.

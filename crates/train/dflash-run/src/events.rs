@@ -1,4 +1,4 @@
-//! TensorBoard's event files: scalars only.
+//! TensorBoard event files with scalars.
 //!
 //! A file is a sequence of TFRecords, each a protobuf `Event` framed by its length (u64,
 //! little-endian) and masked CRC-32C sums of length and message. Field numbers are those of
@@ -14,10 +14,10 @@ use prost::Message;
 use crate::trackers::{End, Entry, Track, seconds_since_1970};
 use crate::{Error, RunDir};
 
-/// Names of files begin with it; the second of their start follows.
+/// Prefix of file names; the start time in seconds follows.
 const PREFIX: &str = "events.out.tfevents.";
 
-/// What TensorBoard expects in the first event of a file.
+/// The version that TensorBoard expects in a file's first event.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// An open event file. Every line is passed to the operating system at once.
@@ -42,8 +42,7 @@ struct Event {
     session_log: Option<SessionLog>,
 }
 
-/// Marks the start of a run or of a resumed one: earlier records of this step and later ones are
-/// void.
+/// Marks a start or resumption: records of this step and later in earlier files are void.
 #[derive(Clone, PartialEq, Message)]
 struct SessionLog {
     #[prost(int32, tag = "1")]
@@ -69,14 +68,14 @@ struct Scalar {
 }
 
 impl Events {
-    /// Begins a file in the run's directory, one per start. Where there are files of earlier starts, as
-    /// of a run that resumes after `step` or of one that was killed before its first checkpoint, it tells
-    /// readers to drop their later steps.
+    /// Creates a file in the run's directory, one per start. If there are files of earlier starts
+    /// (the run resumes after `step`, or was killed before its first checkpoint), it tells readers
+    /// to drop their later steps.
     pub(crate) fn create(run: &RunDir, step: u64) -> Result<Self, Error> {
         let dir = run.path().join(RunDir::EVENTS);
         std::fs::create_dir_all(&dir).map_err(dflash_io::Error::io("create", &dir))?;
-        // TensorBoard reads files with "tfevents" in their name, in the order of the names: a start has
-        // a later second than the one before, be it one that the clock has not come to.
+        // TensorBoard reads files with "tfevents" in their name, in name order, so each start takes
+        // a later second than the previous one, even if the clock has not reached it yet.
         let (now, newest) = (seconds_since_1970() as u64, newest(&dir)?);
         let seconds = newest.map_or(now, |newest| now.max(newest + 1));
         let path = dir.join(format!("{PREFIX}{seconds:010}.{}", std::process::id()));
@@ -111,7 +110,7 @@ impl Track for Events {
         self.write(&Event { step, wall_time, summary: Some(Summary { value }), ..Event::default() })
     }
 
-    /// The format has no record for it.
+    /// The format has no record for the end of a run.
     fn close(&mut self, _: End) -> Result<(), Error> {
         Ok(())
     }
@@ -140,7 +139,7 @@ fn masked(crc: u32) -> u32 {
     crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The sum with Castagnoli's polynomial, bit by bit: a line has a few kilobytes.
+/// CRC-32C (Castagnoli), bit by bit: a line has only a few kilobytes.
 fn crc32c(bytes: &[u8]) -> u32 {
     const REFLECTED: u32 = 0x82f6_3b78;
     !bytes.iter().fold(!0, |crc, &byte| {
@@ -191,7 +190,7 @@ mod tests {
         assert_eq!((events[1].step, events[1].wall_time), (10, 1.7e9 + 10.0));
         assert_eq!(scalars(&events[1]), [("train/loss", 3.5)]);
         assert_eq!(scalars(&events[2]), [("train/loss", 2.25), ("train/lr", 0.0006)]);
-        // The first names the writer too, in a field that we do not write.
+        // Skip the first: it also names the writer, in a field that we do not write.
         for (event, bytes) in events.iter().zip(messages(RECORDED)).skip(1) {
             assert_eq!(event.encode_to_vec(), bytes);
         }
@@ -238,7 +237,7 @@ mod tests {
             events.filter(|event| event.session_log.is_some()).map(|event| event.step).collect()
         });
         assert_eq!(sessions, [vec![], vec![1], vec![1]]);
-        // in one second, and in one process
+        // within one second and one process
         assert!(starts.is_sorted_by(|start, next| start.path < next.path), "{starts:?}");
     }
 

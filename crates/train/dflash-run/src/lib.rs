@@ -11,7 +11,7 @@
 //! - [`recorded`] and [`changes()`] determine which settings affect the result of a run, and which
 //!   of them a resumed run changes;
 //! - [`Acceptance`] counts accepted proposals, in training and in `dflash eval`;
-//! - [`Evaluation`] is a result of `dflash eval`, kept beside the checkpoint that it measured;
+//! - [`Evaluation`] is a result of `dflash eval`, stored with the checkpoint that it measured;
 //! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands
 //!   for;
 //! - [`Trackers`] writes the lines for TensorBoard, MLflow and Weights & Biases.

@@ -24,12 +24,12 @@ pub trait Line: Serialize + DeserializeOwned {
     fn step(&self) -> u64;
 
     /// The finite numbers of the line under trackers' tags, which docs/formats.md describes,
-    /// without step and time, which are the axes.
+    /// without step and time, which are the axes, and the number of steps, which is none of them.
     fn scalars(&self) -> Vec<(String, f64)> {
         let mut found = Vec::new();
         let mut line = serde_json::to_value(self).expect("a line prints");
         let members = line.as_object_mut().expect("lines are objects");
-        for over in ["step", "time"] {
+        for over in ["step", "time", "total_steps"] {
             members.shift_remove(over);
         }
         collect(Self::GROUP.to_owned(), &line, &mut found);
@@ -37,8 +37,7 @@ pub trait Line: Serialize + DeserializeOwned {
     }
 }
 
-/// Teacher-forced metrics: every block starts from the data's own context. `None` if no slot was
-/// supervised.
+/// Teacher-forced metrics: every block starts from the data's context. `None` without slots.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TeacherForced {
@@ -50,7 +49,7 @@ pub struct TeacherForced {
     pub accuracy_by_slot: Vec<Option<f64>>,
     #[serde(alias = "expected_accepted", alias = "eval_expected_length")]
     pub expected_acceptance_length: Option<f64>,
-    /// The figures of the draft's head, by their names.
+    /// Metrics of the draft's head, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub head: BTreeMap<String, Option<f64>>,
 }
@@ -61,6 +60,9 @@ pub struct TeacherForced {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricLine {
     pub step: u64,
+    /// `None` in runs of releases that did not record it.
+    #[serde(default)]
+    pub total_steps: Option<u64>,
     #[serde(default)]
     pub steps: Option<u64>,
     #[serde(default)]
@@ -78,7 +80,7 @@ pub struct MetricLine {
     pub mfu: Option<f64>,
     pub data_wait_s: Option<f64>,
     pub data_wait_share: Option<f64>,
-    /// Only with a target in the trainer's process.
+    /// Only if the target runs in the trainer's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_s: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -96,8 +98,7 @@ pub struct MetricLine {
     pub skipped_samples: u64,
     #[serde(default)]
     pub bad_steps: u64,
-    /// With it the checkpoints serve averaged weights, while the metrics are those of the trained
-    /// weights.
+    /// If set, checkpoints serve averaged weights; the metrics are those of the trained weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ema_decay: Option<f64>,
     #[serde(default)]
@@ -166,6 +167,8 @@ pub struct Lines<T> {
     pub by_step: BTreeMap<u64, T>,
     /// Lines that do not parse, such as a half-written last one.
     pub broken: usize,
+    /// Whether the last of these has no end: while a run is alive it is on its way.
+    pub is_torn: bool,
     /// Lines that a later one with the same step replaced.
     pub replaced: usize,
 }
@@ -183,7 +186,7 @@ impl Line for MetricLine {
 impl Line for ValidationLine {
     const FILE: &'static str = "validation.jsonl";
     const GROUP: &'static str = "validation";
-    /// A line is minutes of work, which a resumed run does not repeat.
+    /// A line represents minutes of work that a resumed run does not repeat.
     const DURABLE: bool = true;
 
     fn step(&self) -> u64 {
@@ -207,7 +210,9 @@ impl<T: Line> Lines<T> {
     /// The lines in `text`, the contents of their file if it exists.
     pub(crate) fn parse(text: Option<&str>) -> Self {
         let (present, by_step) = (text.is_some(), BTreeMap::new());
-        let mut lines = Self { present, by_step, broken: 0, replaced: 0 };
+        let mut lines = Self { present, by_step, broken: 0, is_torn: false, replaced: 0 };
+        let tail = text.and_then(|text| text.rsplit('\n').next()).unwrap_or_default().trim();
+        lines.is_torn = !tail.is_empty() && serde_json::from_str::<T>(tail).is_err();
         for line in text.unwrap_or_default().lines().filter(|line| !line.trim().is_empty()) {
             match serde_json::from_str::<T>(line) {
                 Err(_) => lines.broken += 1,

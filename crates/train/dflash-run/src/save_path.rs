@@ -3,7 +3,7 @@
 use std::fs::{File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dflash_settings::CheckpointSettings;
 
@@ -13,19 +13,43 @@ use crate::{Error, Line, MetricLine, RunDir, ValidationLine, served};
 
 /// Locked by rank 0 for the whole run; the kernel unlocks it when the process dies.
 const LOCK: &str = ".lock";
+/// How often, and how far apart, a lock that someone holds is tried again.
+const LOOKS: u32 = 3;
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Whether a run is alive in the directory `path`, if the file system has locks.
 pub(crate) fn is_in_use(path: &Path) -> bool {
-    let lock = File::open(path.join(LOCK));
-    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    RunDir::at(path).is_alive() == Some(true)
 }
 
 impl RunDir {
+    /// Whether a run is alive here, on any machine that shares the file system's locks; `None` if
+    /// that cannot be told.
+    pub fn is_alive(&self) -> Option<bool> {
+        let lock = File::open(self.path().join(LOCK)).ok()?;
+        match lock.try_lock_shared() {
+            Ok(()) => Some(false),
+            Err(TryLockError::WouldBlock) => Some(true),
+            Err(TryLockError::Error(_)) => None,
+        }
+    }
+
     /// Whether this directory is the one that was claimed with this [`SavePath::mark`], not another
     /// one with the same name on another machine.
     pub fn is_claimed_as(&self, mark: &[u8]) -> bool {
         std::fs::read(self.path().join(LOCK)).is_ok_and(|found| found == mark)
     }
+}
+
+/// Locks it, unless it stays locked: a reader that asks whether a run is alive holds it for an instant.
+fn lock_out(lock: &File) -> Result<(), TryLockError> {
+    for _ in 0..LOOKS {
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
+            done => return done,
+        }
+    }
+    lock.try_lock()
 }
 
 /// Writes a unique mark of this claim into the lock's file.
@@ -57,7 +81,7 @@ impl SavePath {
         // Another run's mark must not be truncated.
         let options = File::options().create(true).truncate(false).write(true).open(&lock_path);
         let lock = options.map_err(dflash_io::Error::io("create", &lock_path))?;
-        match lock.try_lock() {
+        match lock_out(&lock) {
             Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
             // Some network file systems have no locks; there the user must take care.
             Ok(()) | Err(TryLockError::Error(_)) => (),

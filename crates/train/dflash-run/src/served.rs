@@ -192,7 +192,7 @@ mod tests {
         let keep = CheckpointSettings { keep_last: Some(1), ..CheckpointSettings::default() };
         for step in 1..=3 {
             save(run, step);
-            // killed before the links were changed, and started again
+            // killed before the links were updated, and started again
             claimed.prune(&keep, None).unwrap();
             assert!(served(run).is_none_or(|served| served + 1 == step));
             assert!(step == 1 || run.join("latest").exists());

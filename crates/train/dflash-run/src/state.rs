@@ -54,14 +54,13 @@ pub struct Position {
     /// Empty in runs of releases that did not record them.
     #[serde(default)]
     pub recent_losses: Vec<f64>,
-    /// Of the steps since this was recorded.
+    /// Sum of the learning rates of the steps since this was first recorded.
     #[serde(default)]
     pub lr_sum: f64,
     /// Such a state is only resumed if its step is requested explicitly.
     #[serde(default)]
     pub diverged: bool,
-    /// The settings that affect the result ([`crate::recorded`]); empty in runs of earlier
-    /// releases.
+    /// The settings that affect the result ([`crate::recorded`]); empty in earlier releases' runs.
     #[serde(default)]
     pub settings: BTreeMap<String, String>,
 }

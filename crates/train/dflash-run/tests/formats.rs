@@ -1,4 +1,4 @@
-//! docs/formats.md and FILES.md name the keys that are written, all of them and in their order.
+//! docs/formats.md and FILES.md list all keys that are written, in order.
 
 use dflash_run::{
     AcceptanceFigures, Agreement, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position,
@@ -23,7 +23,7 @@ fn documented(heading: &str) -> Vec<String> {
     cells.map(|(key, _)| key.to_owned()).collect()
 }
 
-/// The keys of a value; those of objects inside, also of the first in a list, after a dot.
+/// The keys of a value; keys of nested objects (also of a list's first element) follow a dot.
 fn keys(value: &Value, prefix: &str) -> Vec<String> {
     let inner = |value: &Value, path: String| match value {
         Value::Array(items) if items.first().is_some_and(Value::is_object) => {

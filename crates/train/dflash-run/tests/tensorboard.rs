@@ -1,4 +1,4 @@
-//! TensorBoard reads what we write, where Python has the package.
+//! TensorBoard reads our files, if its package is installed.
 
 use std::process::Command;
 
@@ -35,7 +35,7 @@ fn tensorboard_reads_our_events() {
         println!("skipped: python3 has no tensorboard to read our events with");
         return;
     }
-    // A start that goes on after step 2 takes what came after it along.
+    // A start that resumes after step 2 voids the later points.
     drop(events);
     let about = RunAbout { step: 2, ..RunAbout::default() };
     let mut events = Trackers::open(&run, &[Tracker::Tensorboard], &about).unwrap();

@@ -1,4 +1,4 @@
-//! Trackers' own readers on what we write, where Python has the packages.
+//! The trackers' own readers read our files, if their packages are installed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,7 @@ fn python() -> String {
     std::env::var("DFLASH_PYTHON").unwrap_or_else(|_| "python3".to_owned())
 }
 
-/// Whether Python can do this; says so where not.
+/// Whether Python can run this; prints a note if not.
 fn can(statement: &str) -> bool {
     let tried = Command::new(python()).args(["-c", statement]).output();
     let can = tried.is_ok_and(|it| it.status.success());
@@ -48,7 +48,7 @@ fn mlflow_reads_our_runs() {
     }
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), Tracker::Mlflow, 0, End::Stopped);
-    // goes on in the same run, and takes a hundred steps again
+    // resumes the same run and repeats a hundred steps
     write(dir.path(), Tracker::Mlflow, 199, End::Finished);
     let found: Value =
         serde_json::from_str(&read("mlflow_run.py", &dir.path().join("mlruns"))).unwrap();

@@ -1,5 +1,5 @@
-//! What every rank of a run must have in common with the others: the settings, the data, the target,
-//! the program. The ranks compare it before they connect.
+//! Collects what all ranks of a run must have in common: settings, data, target, program. The ranks
+//! compare it before they connect.
 
 use dflash_identity::file_digest;
 use dflash_settings::{Classed, Setting, TrainSettings};
@@ -11,13 +11,11 @@ use crate::Error;
 use crate::config::TrainConfig;
 use crate::prepared::Prepared;
 
-/// What a rank knows beside the settings and may know otherwise: where things are on its machine, and how it
-/// was started.
+/// Entries that may differ between ranks: paths on the rank's machine, and how it was started.
 const OF_THE_RANK: [&str; 4] = ["target_dir", "pretrained_dir", "command", "job"];
 
 impl Prepared<'_> {
-    /// What this rank, which computes at `place`, must have in common with the others: names and
-    /// values. To compare one thing more is one line more.
+    /// Names and values that this rank, computing at `place`, must have in common with the others.
     pub(crate) fn common(&self, place: (Device, Kind)) -> Result<Vec<(String, String)>, Error> {
         let config = self.config;
         let prompts = config.settings.validation.eval_prompts.as_deref();
@@ -46,12 +44,12 @@ impl Prepared<'_> {
     }
 }
 
-/// The settings that must agree, as flags with their values. Of the draft's shape what is resolved
-/// counts, not what was left open.
+/// The settings that must agree, as flags with their values. The draft's shape is compared as
+/// resolved, not as given.
 fn settings(config: &TrainConfig) -> Vec<(String, String)> {
     let mut values = keys_of(config);
     if let Some(Value::Object(mut shape)) = values.remove("draft") {
-        // --draft-vocab-size, which nothing resolves further
+        // --draft-vocab-size is the only one that is not resolved further.
         shape.remove("vocab_size");
         values.extend(shape);
     }
@@ -61,8 +59,8 @@ fn settings(config: &TrainConfig) -> Vec<(String, String)> {
     compared.map(|(key, value)| (format!("--{}", key.replace('_', "-")), text(value))).collect()
 }
 
-/// The settings in which ranks may differ: paths, which nodes may have mounted elsewhere, places in the network,
-/// what a machine can do, what a node shows. What is behind the paths is compared.
+/// The settings in which ranks may differ: paths, which nodes may mount elsewhere; network
+/// addresses; capabilities of the machine; output. The contents behind the paths are compared.
 fn may_differ() -> impl Iterator<Item = Setting> {
     TrainSettings::settings().into_iter().filter(|setting| setting.may_differ)
 }
@@ -74,7 +72,7 @@ fn keys_of(config: &TrainConfig) -> Map<String, Value> {
     }
 }
 
-/// A value as it would be typed.
+/// A value as the user would type it.
 fn text(value: &Value) -> String {
     match value {
         Value::Null => "not given".to_owned(),
@@ -85,7 +83,7 @@ fn text(value: &Value) -> String {
 }
 
 fn computation((device, kind): (Device, Kind)) -> String {
-    // Of its GPUs a rank takes the one of its number.
+    // Each rank uses the GPU with its local number.
     let device =
         if matches!(device, Device::Cuda(_)) { "cuda".into() } else { device_name(device) };
     format!("{device}, {}", kind_name(kind))

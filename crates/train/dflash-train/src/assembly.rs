@@ -1,6 +1,6 @@
-//! The host's part of a batch: a loaded row becomes blocks, which are plain numbers, and one buffer
-//! with all that the device reads of it. Hidden states are written once, from the body in which they
-//! came to the buffer; nothing is computed with tensors here.
+//! The host's part of building a batch: turns a loaded row into blocks (plain numbers) and one
+//! buffer with everything that the device reads. Hidden states are copied once, from the received
+//! body to the buffer; nothing here computes with tensors.
 
 use dflash_data::PackedRow;
 use dflash_draft::DraftConfig;
@@ -11,18 +11,18 @@ use crate::batch::{BlockMaker, Blocks};
 use crate::prefetcher::Lease;
 use crate::rows::{LoadedRow, TargetTime};
 
-/// Tensors in a buffer begin at multiples of so many bytes, as those that libtorch allocates on a GPU.
+/// Alignment in bytes of tensors in a buffer, as in libtorch's GPU allocations.
 const ALIGNMENT: usize = 256;
 
-/// What turns rows into what a batch is made of, the same for all rows.
+/// Assembles rows; the same for all rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Assembler {
     pub(crate) blocks: BlockMaker,
     pub(crate) draft: DraftConfig,
-    /// The target's layer after which the distribution is read, where the objective needs it.
+    /// The target layer whose states give the target's distribution, if the objective needs it.
     pub(crate) distribution_layer: Option<u32>,
-    /// What features are written as where the computation reads the buffer itself; `None` for a GPU,
-    /// which gets them as they came and converts them.
+    /// Type of the features in the buffer if the computation reads the buffer itself; `None` for a
+    /// GPU, which receives the original type and converts it.
     pub(crate) dtype: Option<Dtype>,
 }
 
@@ -33,60 +33,59 @@ pub(crate) struct AssembledRow {
     pub(crate) tokens: usize,
     /// Samples that have hidden states.
     pub(crate) samples: usize,
-    /// Samples that were left out.
+    /// Samples left out.
     pub(crate) skipped: usize,
-    /// `None` when the row has no slot to learn from.
+    /// `None` if the row has no supervised slot.
     pub(crate) trained: Option<TrainedRow>,
-    /// What a target in this process took for the row.
+    /// Time spent by a target in this process on the row.
     pub(crate) target: Option<TargetTime>,
 }
 
-/// The part of a row that is trained.
+/// The part of a row that is trained on.
 #[derive(Debug)]
 pub(crate) struct TrainedRow {
     pub(crate) blocks: Blocks,
     pub(crate) tensors: RowTensors,
 }
 
-/// What a batch is made of, besides its blocks.
+/// The tensors of a batch other than its blocks.
 #[derive(Debug)]
 pub(crate) enum RowTensors {
-    /// All in one buffer.
+    /// All in one host buffer.
     Written { layout: Layout, lease: Lease },
-    /// Of states that were computed on the device.
+    /// From states computed on the device.
     Computed {
         /// Features of the plan's context rows, [C, K*H].
         features_ck: Tensor,
         /// Tokens of the slots, `[N]`.
         slot_ids: Vec<i64>,
-        /// The target's last hidden states of all tokens, [T, H], where the objective needs them.
+        /// The target's last hidden states of all tokens, [T, H], if the objective needs them.
         last_th: Option<Tensor>,
     },
 }
 
-/// What lies where in a row's buffer.
+/// Layout of a row's buffer.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// Features of the plan's context rows, [C, K*H], auxiliary layers in ascending layer order.
+    /// Features of the plan's context rows, [C, K*H], with auxiliary layers in ascending order.
     pub(crate) features: Part,
     /// Tokens of the slots, [N, 1] int64: [anchor token, MASK, ...] for each block.
     pub(crate) slot_ids: Part,
-    /// The target's last hidden states of all tokens, [T, H], where the objective needs them.
+    /// The target's last hidden states of all tokens, [T, H], if the objective needs them.
     pub(crate) last: Option<Part>,
 }
 
 /// A tensor in a buffer.
 #[derive(Debug)]
 pub(crate) struct Part {
-    /// Its first byte.
+    /// Offset of its first byte.
     start: usize,
     shape: [usize; 2],
     kind: Kind,
 }
 
 impl Assembler {
-    /// The blocks that `loaded` draws, and how its buffer is laid out; `None` when there is nothing to
-    /// learn from.
+    /// Draws the blocks of `loaded` and lays out its buffer; `None` if there is no supervised slot.
     pub(crate) fn plan(&self, loaded: &LoadedRow) -> Option<(Blocks, Layout)> {
         let LoadedRow { epoch, row, states, skipped: _ } = loaded;
         let blocks = self.blocks.draw(&self.draft, row, *epoch);
@@ -112,10 +111,10 @@ impl Assembler {
         Layout { last: self.distribution_layer.map(last), features, slot_ids }
     }
 
-    /// Writes what `layout` says to `out`.
+    /// Fills `out` according to `layout`.
     ///
     /// # Panics
-    /// When a layer is absent that was asked for: a bug.
+    /// If a requested layer is missing, which is a bug.
     pub(crate) fn write(
         &self,
         loaded: &LoadedRow,
@@ -144,8 +143,8 @@ impl Assembler {
     ) {
         let (stride, dtype) = (features.stride(), features.dtype());
         let width = self.draft.hidden_size as usize * dtype.size();
-        // A document whose only anchor is its first token has no context: its place would be behind the
-        // last row, where nothing has to be left.
+        // A document whose only anchor is its first token has no context rows; its offset would lie
+        // past the last row, where there may be no space.
         for span in blocks.plan.spans().iter().filter(|span| !span.context.is_empty()) {
             let starts = &row.document_starts;
             let document = starts.partition_point(|&start| start <= span.row_start) - 1;
@@ -162,7 +161,7 @@ impl Assembler {
 const ASKED: &str = "the stream delivers the layers asked for";
 
 impl Layout {
-    /// Bytes of the buffer.
+    /// Size of the buffer in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.last.as_ref().unwrap_or(&self.slot_ids).end()
     }
@@ -177,17 +176,17 @@ impl Part {
         self.start + self.shape[0] * self.stride()
     }
 
-    /// Bytes of a row.
+    /// Bytes per row.
     fn stride(&self) -> usize {
         self.shape[1] * self.kind.elt_size_in_bytes()
     }
 
-    /// Of hidden states.
+    /// Type of hidden states.
     fn dtype(&self) -> Dtype {
         if self.kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 }
     }
 
-    /// The tensor in the buffer's bytes `bytes_t`, uint8, whose memory it shares.
+    /// The tensor in `bytes_t`, a uint8 tensor of the buffer's bytes, as a view.
     pub(crate) fn of(&self, bytes_t: &Tensor) -> Tensor {
         let (start, length) = (self.start as i64, (self.end() - self.start) as i64);
         bytes_t.narrow(0, start, length).view_dtype(self.kind).view(self.shape.map(|n| n as i64))
@@ -203,7 +202,7 @@ pub(crate) fn slot_ids(draft: &DraftConfig, row: &PackedRow, anchors: &[usize]) 
     ids
 }
 
-/// What holds the states of all documents: servers and stored files may differ.
+/// The type that can hold the states of all documents: servers and stored files may differ.
 fn common_dtype(states: &[HiddenStates]) -> Dtype {
     let all_bf16 = states.iter().all(|states| states.dtype == Dtype::Bf16);
     if all_bf16 { Dtype::Bf16 } else { Dtype::F32 }
@@ -235,7 +234,7 @@ pub(crate) mod tests {
         Assembler { blocks, draft: draft_config(WIDTH as i64, 2), distribution_layer, dtype }
     }
 
-    /// The value of one place, exact in bf16 for few places.
+    /// The value at one position, exact in bf16 for the first few.
     fn value(document: usize, layer: u32, token: usize, column: usize) -> f32 {
         let place = (document * 16 + token) * 8 + column;
         (1.0 + f32::from(u16::try_from(place).unwrap()) / 256.0)
@@ -257,7 +256,7 @@ pub(crate) mod tests {
         HiddenStates::new(LAYERS.to_vec(), tokens, WIDTH, dtype, layers).unwrap()
     }
 
-    /// Three documents, of which the second has no anchors; each number has another content.
+    /// Three documents, the second without anchors; the contents depend on `number`.
     pub(crate) fn loaded(number: usize, dtypes: [Dtype; 3]) -> LoadedRow {
         let document_starts = vec![0, 9, 13, 24];
         let row = PackedRow {
@@ -273,7 +272,7 @@ pub(crate) mod tests {
         LoadedRow { epoch: number as u64, row, states: states.collect(), skipped: 0 }
     }
 
-    /// What the buffer holds is compared with the tensors that one would make of the record.
+    /// Compares the buffer's contents with tensors built from the record.
     fn check(dtypes: [Dtype; 3], dtype: Option<Dtype>, expect: (Kind, Kind)) {
         let (assembler, loaded) = (assembler(dtype, Some(4)), loaded(0, dtypes));
         let (blocks, layout) = assembler.plan(&loaded).unwrap();
@@ -312,7 +311,7 @@ pub(crate) mod tests {
         check([f32; 3], Some(f32), (float, float));
         check([bf16; 3], Some(f32), (float, half));
         check([f32; 3], Some(bf16), (half, float));
-        // As they came, for a GPU; what differs is widened.
+        // in their original type, for a GPU; mixed types are widened
         check([bf16; 3], None, (half, half));
         check([f32; 3], None, (float, float));
         check([bf16, f32, bf16], None, (float, float));
@@ -325,7 +324,7 @@ pub(crate) mod tests {
         let mask = loaded.row.loss_mask.iter_mut().enumerate();
         mask.for_each(|(token, supervised)| *supervised = [13, 14].contains(&token));
         let mut assembler = assembler(Some(Dtype::F32), None);
-        // Blocks so small that the second auxiliary layer's place would be behind the buffer.
+        // Blocks so small that the second auxiliary layer's offset would lie past the buffer's end.
         assembler.draft.block_size = 2;
         let (blocks, layout) = assembler.plan(&loaded).unwrap();
         assert_eq!((blocks.plan.anchors(), blocks.plan.context_rows()), (&[13][..], 0));

@@ -1,6 +1,6 @@
-//! From a packed row to what is computed on it: its blocks, which are plain numbers, and with its
-//! hidden states the tensors that the draft and the objective take. Training, validation, `bench`
-//! and `plan` all build their rows here.
+//! Turns a packed row into blocks, which are plain numbers, and with its hidden states into the
+//! tensors that draft and objective take. Training, validation, `bench` and `plan` all build their
+//! rows here.
 
 use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
 use dflash_draft::attention::{BlockPlan, WindowRule};
@@ -17,38 +17,38 @@ use crate::Error;
 use crate::assembly::{Assembler, RowTensors, TrainedRow};
 use crate::prefetcher::Lease;
 
-/// What decides the blocks of a row, the same for all rows.
+/// Makes the blocks of rows; the same for all rows.
 #[derive(Clone, Debug)]
 pub(crate) struct BlockMaker {
-    /// How anchors are drawn; the row brings its own epoch.
+    /// How anchors are drawn; the row supplies its own epoch.
     pub(crate) anchors: AnchorOptions,
-    /// The tokens that the draft can propose, where these are not all.
+    /// The draft's vocabulary, if reduced.
     pub(crate) vocabulary: Option<DraftVocabulary>,
-    /// Rows of the lm_head that the draft predicts with.
+    /// Number of lm_head rows that the draft predicts with.
     pub(crate) head_rows: usize,
     /// Whether the objective needs the target's distribution.
     pub(crate) target_distribution: bool,
 }
 
-/// The part of a packed row that is trained.
+/// The blocks of a packed row.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     pub(crate) plan: BlockPlan,
     pub(crate) labels: BlockLabels,
-    /// What costs arithmetic.
+    /// The row's dimensions for counting arithmetic.
     pub(crate) work: RowWork,
 }
 
-/// What turns rows into batches, the same for all rows.
+/// Makes batches of rows; the same for all rows.
 #[derive(Debug)]
 pub(crate) struct BatchMaker {
     pub(crate) blocks: BlockMaker,
     pub(crate) head: TargetIo,
-    /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
+    /// The lm_head's rows for the draft's vocabulary, in the draft's type.
     pub(crate) lm_head_vh: Tensor,
-    /// Scale and soft-cap from the output of these rows to the target's logits.
+    /// Scale and soft cap that turn the output of these rows into the target's logits.
     pub(crate) output: LogitTransform,
-    /// The target's layer after which the distribution is read, where the objective needs it.
+    /// The target layer whose states give the target's distribution, if the objective needs it.
     pub(crate) distribution_layer: Option<u32>,
 }
 
@@ -58,14 +58,14 @@ pub(crate) struct Batch {
     pub(crate) input: PackedInput,
     pub(crate) labels: BlockLabels,
     pub(crate) target_distribution: Option<TargetDistribution>,
-    /// Arithmetic that the row needs, forward and backward.
+    /// Arithmetic that the row requires, forward and backward.
     pub(crate) flops: f64,
-    /// The buffer that the tensors above may lie in: dropped after them.
+    /// The buffer that may hold the tensors above; fields drop in order, so it outlives them.
     pub(crate) lease: Option<Lease>,
 }
 
 impl BlockMaker {
-    /// The blocks of a row that `epoch` draws.
+    /// Draws the blocks of a row for `epoch`.
     pub(crate) fn draw(&self, draft: &DraftConfig, row: &PackedRow, epoch: u64) -> Blocks {
         self.at(draft, row, &sample_anchors(row, &AnchorOptions { epoch, ..self.anchors }))
     }
@@ -110,7 +110,7 @@ impl BatchMaker {
         Self { blocks, head, lm_head_vh, output, distribution_layer }
     }
 
-    /// What makes rows ready for a draft of this shape.
+    /// The assembler of rows for `draft`.
     pub(crate) fn assembler(&self, draft: &Draft) -> Assembler {
         let dtype = match (draft.device(), draft.flat().kind()) {
             (Device::Cuda(_), _) => None,
@@ -121,7 +121,7 @@ impl BatchMaker {
         Assembler { blocks, draft, distribution_layer: self.distribution_layer, dtype }
     }
 
-    /// The tensors of a row that was made ready.
+    /// The tensors of an assembled row.
     pub(crate) fn make(&self, draft: &Draft, row: TrainedRow) -> Result<Batch, Error> {
         let _part = trace::part("rows");
         let TrainedRow { blocks, tensors } = row;
@@ -144,8 +144,8 @@ impl BatchMaker {
         Ok(batch)
     }
 
-    /// The tensors of a row with these blocks, the features of its context rows, [C, K*H], and the
-    /// tokens of its slots, `[N]`; the target's are left out.
+    /// The tensors of a row with these blocks, given the features of its context rows, [C, K*H],
+    /// and the tokens of its slots, `[N]`; without the target's distribution.
     pub(crate) fn batch(
         &self,
         draft: &Draft,
@@ -159,7 +159,7 @@ impl BatchMaker {
         Batch { input, labels, target_distribution: None, flops, lease: None }
     }
 
-    /// The target's last hidden states, [T, H], of the rows that predict the labels, after its norm.
+    /// The target's distribution at the rows that predict labels, from its last states [T, H].
     pub(crate) fn target_distribution(
         &self,
         draft: &Draft,

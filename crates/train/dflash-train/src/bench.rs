@@ -1,7 +1,7 @@
 //! Times optimizer steps on random hidden states, as other trainers' step benchmarks do.
 //!
-//! A step is everything that training does with a row once its hidden states are there: planning
-//! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not included.
+//! A step is everything that training does once a row's hidden states have arrived: planning the
+//! blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are excluded.
 
 mod products;
 
@@ -35,42 +35,43 @@ use crate::{Error, machine, readback, setup};
 
 pub use products::{Measured, MeasuredFlash, MeasuredProduct};
 
-/// The result; its first keys are those of other trainers' scripts.
+/// The result; the first keys match those of other trainers' scripts.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
     /// Median wall time of a step, milliseconds.
     pub step_ms: f64,
-    /// Supervised slots over the median time.
+    /// Supervised slots per second, at the median step time.
     pub slots_per_s: f64,
-    /// On a CPU, the same time as computed from this machine's speeds (docs/plan.md), milliseconds.
+    /// On a CPU, step time predicted from its measured speeds (docs/plan.md), milliseconds.
     pub predicted_ms: Option<f64>,
     /// Loss of the last step, nats.
     pub loss: f64,
-    /// Peak memory, MiB: resident memory of the process on a CPU, tensors' on a GPU.
+    /// Peak memory, MiB: the process's resident memory on a CPU, tensor memory on a GPU.
     pub peak_mib: f64,
     /// Trained parameters, millions.
     pub params_m: f64,
     /// Supervised slots of the row.
     pub slots: u64,
-    /// Useful TFLOP/s: the arithmetic that the row needs over the median time.
+    /// Useful TFLOP/s: the arithmetic that the row requires, divided by the median time.
     pub tflops: f64,
-    /// Memory that one chunk of logits could take, MiB.
+    /// Maximum memory of one chunk of logits, MiB.
     pub loss_chunk_mib: usize,
-    /// Where it ran.
+    /// The device it ran on.
     pub device: String,
-    /// The level of the processor's instructions that it ran at; `None` on a GPU.
+    /// CPU instruction level it ran at; `None` on a GPU.
     pub cpu_level: Option<String>,
-    /// On a GPU, milliseconds of one more step by part, as `dflash plan` names them, by the GPU's own clock.
+    /// On a GPU, milliseconds of one additional step by part (named as in `dflash plan`), measured
+    /// by the GPU's clock.
     pub parts_ms: Option<BTreeMap<&'static str, f64>>,
-    /// With --products what the device reaches in the pieces of a step.
+    /// With --products, the rates that the device reaches in the pieces of a step.
     pub measured: Option<Measured>,
 }
 
-/// Learning rate and slot decay of their benchmarks.
+/// Learning rate and slot decay of other trainers' benchmarks.
 const RATE: f64 = 6e-4;
 const GAMMA: f64 = 7.0;
 
-/// Runs the benchmark on the dimensions, the embedding and the lm_head of the `target` in `target_dir`.
+/// Runs the benchmark with the dimensions, embedding and lm_head of the `target` in `target_dir`.
 ///
 /// # Errors
 /// An unreadable target, or a shape that does not fit.
@@ -128,7 +129,7 @@ pub fn train_step(
             true => Some(measured(&trainer, (&row, slots), (kind, device))?),
             false => None,
         };
-        // afterwards, since the probe's memory would be counted as the step's
+        // After the steps, because the probe's memory would be counted as theirs.
         let predicted_ms = match device {
             Device::Cpu => Some(cpu::predict(&shape_of(&trainer, &row.row))? * 1e3),
             _ => None,
@@ -137,7 +138,7 @@ pub fn train_step(
     })
 }
 
-/// What the device reaches in the products of a step of this row.
+/// Measures the rates of the matmuls in a step of this row.
 fn measured(
     trainer: &Trainer,
     (row, supervised): (&RandomRow, u64),
@@ -145,7 +146,7 @@ fn measured(
 ) -> Result<Measured, Error> {
     let config = trainer.draft.config();
     let work = trainer.batches.blocks.at(config, &row.row, &row.anchors).work;
-    // Logits are of the computation's kind on a GPU and float32 on a CPU.
+    // Logits have the computation's type on a GPU and are float32 on a CPU.
     let width = place.0.elt_size_in_bytes() as i64;
     let rows = products::Rows {
         slots: work.slots as i64,
@@ -156,7 +157,7 @@ fn measured(
     products::measure(config, rows, place)
 }
 
-/// As many auxiliary layers as are asked for; only their number matters.
+/// As many auxiliary layer ids as requested; only their number matters.
 fn layer_ids(aux_layers: usize, layers: usize) -> Result<Vec<u32>, Error> {
     let usual = default_layer_ids(layers, aux_layers);
     if usual.len() == aux_layers {
@@ -169,7 +170,7 @@ fn layer_ids(aux_layers: usize, layers: usize) -> Result<Vec<u32>, Error> {
     Ok((0..aux_layers as u32).collect())
 }
 
-/// Refuses shapes whose hidden states or weights alone do not fit.
+/// Refuses shapes whose hidden states or weights alone do not fit into memory.
 fn check_memory(settings: &TrainStepSettings, config: &DraftConfig) -> Result<(), Error> {
     let width = (config.aux_layers() * config.hidden_size) as f64;
     let features = settings.tokens as f64 * width * 4.0;
@@ -225,7 +226,7 @@ fn trainer(
     Ok(Trainer::new(parameters, (objective, batches)))
 }
 
-/// The step that was timed, for a fake CUDA device.
+/// The timed step, described for the fake CUDA device.
 fn shape_of<'a>(trainer: &'a Trainer, row: &'a PackedRow) -> StepShape<'a> {
     let Trainer { draft, objective, batches, keep, .. } = trainer;
     StepShape {
@@ -270,7 +271,7 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
     }
 }
 
-/// Waits until the device is done.
+/// Waits until the device is idle.
 fn synchronize(device: Device) {
     if let Device::Cuda(index) = device {
         tch::Cuda::synchronize(index as i64);
@@ -287,7 +288,7 @@ impl RandomRow {
     fn new(bench: &TrainStepSettings) -> Self {
         tch::manual_seed(bench.seed as i64);
         let tokens = bench.tokens as i64;
-        // any small ids will do: the embedding has more rows
+        // Any small ids do: the embedding has more rows.
         let ids = Tensor::randint(64, [tokens], (Kind::Int64, Device::Cpu));
         let document_starts: Vec<usize> =
             (0..=bench.docs).map(|d| d * bench.tokens / bench.docs).collect();

@@ -1,10 +1,10 @@
-//! Checkpoints: a draft that can be served as it is, and beside it everything that a resumed run
-//! needs, whatever its world size. docs/formats.md describes the files.
+//! Checkpoints: a draft that can be served as is, together with everything needed to resume the run
+//! at any world size. docs/formats.md describes the files.
 //!
-//! Tensors are streamed to their files through one buffer of a few MiB, and the checksum is taken
-//! on the way. Split state comes to rank 0 share by share, a piece at a time, by broadcasts in file
-//! order; rank 0 takes part to the end even if its disk is full. The served model is then read from
-//! the state's file, the only place that has all of it.
+//! Tensors are streamed to their files through one buffer of a few MiB, and the checksum is
+//! computed along the way. Split state reaches rank 0 share by share, in pieces, by broadcasts in
+//! file order; rank 0 takes part to the end even if its disk is full. The served model is then read
+//! back from the state's file, the only place that holds all of it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,20 +23,20 @@ use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
 use crate::trainer::Trainer;
 
-/// The flat parameters in a checkpoint's float32 state.
+/// Name of the flat parameters in a checkpoint's float32 state.
 pub(crate) const MASTER_WEIGHTS: &str = "masters";
 
-/// The draft that a run began from, as it was named.
+/// Key of the draft that a run started from, as the user named it.
 pub(crate) const ORIGIN: &str = "from_pretrained";
-/// What that draft is, whatever its path.
+/// Key of that draft's digests, which do not depend on its path.
 pub(crate) const ORIGIN_DIGESTS: &str = "from_pretrained_digests";
 
-/// Bytes a second that a slow disk takes. A network file system over gigabit Ethernet brings 118
-/// million, Amazon's gp3 volumes 125 and the inner tracks of a spinning disk some 100.
+/// Write rate of a slow disk, bytes/s. A network file system over gigabit Ethernet reaches 118
+/// million, Amazon's gp3 volumes 125 and the inner tracks of a spinning disk about 100.
 const SLOW_DISK: f64 = 100e6;
 
 impl Prepared<'_> {
-    /// How long a checkpoint of this run takes to write on a slow disk.
+    /// Time to write a checkpoint of this run to a slow disk.
     pub fn time_to_save(&self) -> Duration {
         let optimizer = OptimizerConfig::from(&self.config.settings.optimizer);
         let bytes = bytes(&self.draft, &optimizer);
@@ -44,12 +44,12 @@ impl Prepared<'_> {
     }
 }
 
-/// Bytes of a checkpoint: the state in float32, the model in bfloat16.
+/// Bytes of a checkpoint: float32 state and bfloat16 model.
 pub(crate) fn bytes(draft: &DraftConfig, optimizer: &OptimizerConfig) -> i64 {
     DraftLayout::new(draft).elements() * (4 * state(optimizer) + 2)
 }
 
-/// Numbers of state for each parameter.
+/// Numbers of state per parameter.
 fn state(optimizer: &OptimizerConfig) -> i64 {
     let moments = match optimizer.algorithm {
         Algorithm::AdamW => 2,
@@ -58,8 +58,8 @@ fn state(optimizer: &OptimizerConfig) -> i64 {
     1 + moments + i64::from(optimizer.ema_decay.is_some())
 }
 
-/// Bytes that a rank on a CPU holds whatever its rows are: the state, of which other ranks may hold a
-/// share, and the gradients.
+/// Minimum memory of a rank on a CPU, in bytes, whatever its rows are: its state, without what
+/// other ranks may hold, and the gradients.
 pub(crate) fn least_memory(draft: &DraftConfig, settings: &TrainSettings) -> f64 {
     let alone = settings.launch.nproc.unwrap_or(1) * settings.launch.nnodes == 1;
     let own = if settings.compute.splits_state() && !alone {
@@ -70,8 +70,8 @@ pub(crate) fn least_memory(draft: &DraftConfig, settings: &TrainSettings) -> f64
     DraftLayout::new(draft).elements() as f64 * 4.0 * (own + 1) as f64
 }
 
-/// Writes the checkpoint of `position`, unless it is there already. All ranks bring their share of
-/// the state; rank 0 writes.
+/// Writes the checkpoint of `position` unless it exists. All ranks contribute their share of the
+/// state; rank 0 writes.
 pub(crate) fn save(
     trainer: &Trainer,
     position: &Position,
@@ -81,7 +81,7 @@ pub(crate) fn save(
     let checkpoint = Checkpoint::at(save_path, position.step);
     let writes = communicator.rank() == 0 && !checkpoint.is_complete();
     let mut pending = writes.then(|| PendingCheckpoint::create(trainer, &checkpoint.dir));
-    // Whatever becomes of the file, the exchange goes on to its end: the other ranks are in it.
+    // Continue the exchange to its end even if writing fails: the other ranks take part in it.
     trainer.master_weights.stream(communicator, &mut |piece| {
         let written = match &mut pending {
             Some(Ok(pending)) => pending.state.append(piece),
@@ -98,7 +98,7 @@ pub(crate) fn save(
     Ok(checkpoint.dir)
 }
 
-/// A checkpoint that is being written; absent unless it is finished.
+/// A checkpoint being written; it appears only when finished.
 struct PendingCheckpoint {
     state: TensorWriter,
     dir: PendingDir,
@@ -114,8 +114,8 @@ impl PendingCheckpoint {
         Ok(Self { state, dir })
     }
 
-    /// Writes all but the state. The model comes from the state's file, which has the whole of it
-    /// whatever ranks held it.
+    /// Writes everything but the state. The model is read from the state's file, which is complete
+    /// regardless of how ranks shared the state.
     fn finish(self, trainer: &Trainer, position: &Position) -> Result<(), Error> {
         let dir = self.dir.path();
         let tensors_crc32 = Some(self.state.finish()?);
@@ -136,9 +136,9 @@ impl PendingCheckpoint {
     }
 }
 
-/// Puts a checkpoint into `trainer`, whatever ranks wrote it. Returns its position, and what this run
-/// changes of its settings; `current` is where this run would begin, with its own, and `allowed`
-/// names those that may differ.
+/// Loads a checkpoint into `trainer`, regardless of the ranks that wrote it. Returns its position
+/// and the settings that this run changes; `current` is this run's own start position, and
+/// `allowed` lists the settings that may differ.
 pub(crate) fn resume(
     trainer: &mut Trainer,
     checkpoint: &Checkpoint,
@@ -147,7 +147,7 @@ pub(crate) fn resume(
     restore(trainer, checkpoint, (current, allowed)).map_err(|error| judged(checkpoint, error))
 }
 
-/// An error of going on from `checkpoint`: it is refused, or else damaged.
+/// An error when resuming from `checkpoint`: refused settings, otherwise a damaged checkpoint.
 fn judged(checkpoint: &Checkpoint, error: Error) -> Error {
     match error {
         refused @ (Error::ResumeMismatch { .. }
@@ -157,9 +157,9 @@ fn judged(checkpoint: &Checkpoint, error: Error) -> Error {
     }
 }
 
-/// Refuses to go on from `checkpoint` with other settings than it was trained with, those that `allowed` names
-/// excepted: before a server is asked for what this run would need. Of the vocabulary the size that is
-/// `asked` for is compared, where one is.
+/// Refuses to resume from `checkpoint` with settings other than those it was trained with, except
+/// the ones in `allowed`. Runs before any server is contacted. The vocabulary's size is compared
+/// with `asked`, if given.
 pub(crate) fn check(
     checkpoint: &Checkpoint,
     (current, allowed): (&Position, &[String]),
@@ -176,8 +176,8 @@ pub(crate) fn check(
     compared().map_err(|error| judged(checkpoint, error))
 }
 
-/// Refuses another draft to start from than the run that goes on began with. It is the same by the digests of
-/// its files, however its path is spelt.
+/// Refuses to resume with a starting draft other than the run's own. Drafts are compared by the
+/// digests of their files, regardless of the path.
 fn check_origin(stored: &Position, current: &Position) -> Result<(), Error> {
     let of = |position: &Position, key: &str| position.settings.get(key).cloned();
     let Some(asked) = of(current, ORIGIN) else { return Ok(()) };
@@ -187,7 +187,7 @@ fn check_origin(stored: &Position, current: &Position) -> Result<(), Error> {
     let began = of(stored, ORIGIN);
     let same = match (of(stored, ORIGIN_DIGESTS), of(current, ORIGIN_DIGESTS)) {
         (Some(theirs), Some(own)) => theirs == own,
-        // A run of an earlier release recorded the path alone.
+        // Runs of earlier releases recorded only the path.
         _ => began.as_ref().is_some_and(|began| is_same_path(began, &asked)),
     };
     if same {
@@ -206,7 +206,7 @@ fn is_same_path(a: &str, b: &str) -> bool {
 /// The name of the last of [`lasting`]'s facts.
 const WHOLE_DRAFT: &str = "a target whose draft is";
 
-/// What this run changes of the settings that `stored` records, if it may.
+/// The settings recorded in `stored` that this run changes; an error if one may not change.
 fn compare(
     dir: &Path,
     stored: &Position,
@@ -215,11 +215,11 @@ fn compare(
 ) -> Result<Vec<Change>, Error> {
     let found =
         lasting(stored, &DraftConfig::load(dir).map_err(dflash_tensor::Error::from)?, stored_size);
-    // runs from before there was validation do not say how many samples they train on
+    // runs from before validation existed do not record how many samples they train on
     let trained_samples = stored.trained_samples.and(current.trained_samples);
-    // and those from before there was a digest of the tokens do not say which
+    // and runs from before tokens were digested do not record which
     let content = stored.dataset_content.as_ref().and(current.dataset_content.clone());
-    // what the run began from is compared by what it is
+    // the starting draft is compared by its digests instead
     let mut current = Position { trained_samples, dataset_content: content, ..current.clone() };
     current.settings.retain(|key, _| ![ORIGIN, ORIGIN_DIGESTS].contains(&key.as_str()));
     let expected = lasting(&current, draft, size);
@@ -267,12 +267,12 @@ fn restore(
         return Err(Error::Altered { path });
     }
     trainer.master_weights.restore(&trainer.draft, &file, stored.optimizer_steps())?;
-    // A run of an earlier release does not say which target it is for.
+    // Runs of earlier releases do not record their target.
     let Position { target, dataset_content, .. } = current.clone();
     Ok((Position { target, dataset_content, ..state.position }, changes))
 }
 
-/// Refuses changes that nobody asked for by name, and names that no setting has.
+/// Refuses changes that `allowed` does not name, and names in it that are not settings.
 fn check_allowed(
     dir: &Path,
     (changes, allowed): (&[Change], &[String]),
@@ -298,8 +298,8 @@ fn check_allowed(
     Err(Error::SettingsChanged { path, changes: changes.join(", "), names })
 }
 
-/// The settings that no resumed run may change, by their flags. What neither the flags nor the keys of a head
-/// say of a draft is the target's, which is compared last.
+/// The settings that no resumed run may change, by flag. Draft properties that come neither from
+/// flags nor from a head's keys come from the target and are compared last, as a whole.
 fn lasting(
     position: &Position,
     draft: &DraftConfig,
@@ -325,13 +325,13 @@ fn lasting(
     ];
     let named = named.map(|(key, value)| (key.to_owned(), value));
     let of_head = draft.head.keys.iter().map(|(key, value)| (flag(key), value.to_string()));
-    // The size of the draft's vocabulary, which a head may need to know, is named already.
+    // The vocabulary's size, which a head may record too, is already listed.
     let of_head = of_head.filter(|(key, _)| named.iter().all(|(other, _)| other != key));
     let whole = (WHOLE_DRAFT.to_owned(), format!("{draft:?}"));
     named.iter().cloned().chain(of_head).chain([whole]).collect()
 }
 
-/// The flag of a setting's key. The keys of a head are those of its settings.
+/// The flag of a setting's key. A head's keys are also settings.
 fn flag(key: &str) -> String {
     format!("--{}", key.replace('_', "-"))
 }

@@ -1,11 +1,11 @@
-//! Rows whose hidden states this process computes itself, with a target beside the draft.
+//! Rows whose hidden states this process computes itself, with a target next to the draft.
 //!
-//! Target and draft take turns row by row, on one thread and one device: a row's states are
-//! computed when the step asks for the row, and the memory of the target's pass is free before the
-//! draft's begins. A prefetch thread would compete for the same cores or GPU and hold one more row.
-//! The states equal, bit for bit, those that a hidden-state server sends for the same documents
-//! (both run `Prefill`), and they stay on the device. How CPU products are rounded is one setting
-//! of the process, so the target's pass sets and restores it.
+//! Target and draft alternate row by row, on one thread and one device: a row's states are computed
+//! when the step requests the row, and the memory of the target's pass is free before the draft's
+//! begins. A prefetch thread would compete for the same cores or GPU and hold one more row. The
+//! states are bit-identical to those that a hidden-state server sends for the same documents (both
+//! run `Prefill`), and they stay on the device. The rounding of CPU matmuls is a process-wide
+//! setting, which the target's pass sets and restores.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,39 +31,39 @@ use crate::rows::{
 };
 use crate::states::ComputedStates;
 
-/// Rows of samples whose states the target computes.
+/// Rows whose hidden states a target in this process computes.
 pub(crate) struct ColocatedRows {
     samples: Arc<dyn Samples>,
     total_seq_len: usize,
-    /// The samples, from the first on, of which one may be a probe.
+    /// Number of samples, from the first on, that may serve as a probe.
     candidates: u32,
-    /// What the draft borrows; the target has the same embedding where it is of the same kind.
+    /// The target's parts that the draft uses; the target shares the embedding if the types match.
     head: TargetIo,
-    /// Shared by the rows of training and of validation, of which one asks at a time.
+    /// Shared by the rows of training and of validation, which never ask at the same time.
     target: Arc<Mutex<Colocated>>,
 }
 
-/// The target, and how it is asked.
+/// The target with its options.
 struct Colocated {
     prefill: Prefill,
     budget: TokenBudget,
     /// Ascending.
     layer_ids: Vec<u32>,
-    /// What the states are rounded to.
+    /// Type that the states are rounded to.
     kind: Kind,
     stop: Arc<AtomicBool>,
-    /// This rank, and what it may lower where memory runs out.
+    /// Builds the out-of-memory error, which names the settings to lower.
     refuse: Box<dyn Fn(usize, String) -> Error + Send>,
 }
 
-/// Rows under way.
+/// A source of rows being computed.
 struct Computing {
     samples: Arc<dyn Samples>,
     total_seq_len: usize,
     target: Arc<Mutex<Colocated>>,
     planned: std::vec::IntoIter<PlannedRow>,
     counters: Counters,
-    /// Samples that could not be used since the last one that could.
+    /// Unusable samples since the last usable one.
     unusable_in_a_row: u32,
 }
 
@@ -91,7 +91,7 @@ impl std::fmt::Display for Flaw {
 }
 
 impl ColocatedRows {
-    /// Loads the target for a run whose draft computes at `run`, as the process `local` of its machine.
+    /// Loads the target for a draft that computes at `run`; `local` numbers processes per machine.
     pub(crate) fn load(
         prepared: &Prepared<'_>,
         run: (Device, Kind),
@@ -169,7 +169,7 @@ impl RowSource for ColocatedRows {
 }
 
 impl ColocatedRows {
-    /// The target's states of a row of `samples`.
+    /// The target's states of a row made of `samples`.
     fn probes_of(&self, samples: &[u32]) -> Result<Vec<Probe>, Error> {
         let row = pack(&*self.samples, samples, PROBE_TOKENS.min(self.total_seq_len))?;
         let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
@@ -193,7 +193,7 @@ impl ColocatedRows {
     }
 }
 
-/// A layer's `numbers` in float32, little-endian.
+/// The first `numbers` elements of a layer as little-endian float32.
 fn bytes_on_host(layer_th: &Tensor, numbers: usize) -> Bytes {
     let mut values = vec![0.0_f32; numbers];
     layer_th.to_kind(Kind::Float).to_device(Device::Cpu).copy_data(&mut values, numbers);
@@ -231,8 +231,8 @@ impl ComputedRows for Computing {
 }
 
 impl Computing {
-    /// Leaves out the documents of `row` that have flaws, and counts and tells them; the positions of
-    /// the tokens that are left, where any are gone.
+    /// Removes the documents of `row` that have flaws; counts and logs them. Returns the positions
+    /// of the remaining tokens, or `None` if nothing was removed.
     fn leave_out(
         &mut self,
         row: &mut PackedRow,
@@ -264,13 +264,13 @@ impl Computing {
 }
 
 impl Colocated {
-    /// As the hidden-state server has it.
+    /// The same limit as the hidden-state server's.
     fn check_length(&self, tokens: usize) -> Option<Flaw> {
         let limit = self.prefill.config().max_position_embeddings as usize;
         (tokens > limit).then_some(Flaw::TooLong { tokens, limit })
     }
 
-    /// The states of a row's documents, [tokens, H] for each layer, rounded.
+    /// The states of a row's documents, rounded, [tokens, H] per layer.
     fn states(&mut self, row: &PackedRow) -> Result<Vec<Tensor>, Error> {
         let (tokens, width) = (row.input_ids.len() as i64, self.prefill.config().hidden_size);
         let options = (self.kind, self.prefill.device());
@@ -285,8 +285,8 @@ impl Colocated {
         Ok(layers)
     }
 
-    /// Runs `documents` of a row and writes their states to their places in `layers`; in halves where
-    /// there is no memory for all.
+    /// Runs the target on `documents` of a row and writes their states into `layers`; splits the
+    /// documents in half if memory runs out.
     fn fill(
         &mut self,
         row: &PackedRow,
@@ -328,8 +328,9 @@ impl Colocated {
         self.fill(row, middle..documents.end, layers)
     }
 
-    /// What is wrong with each document's states, as a client finds it in what a server sends. On a GPU
-    /// nothing is read back for it: there the step finds what is not finite, and does not count.
+    /// The flaw in each document's states, by the same checks that a client applies to a server's.
+    /// On a GPU nothing is checked, since that would need a readback: a step with non-finite states
+    /// is discarded there.
     fn flaws(&self, row: &PackedRow, layers: &[Tensor]) -> Vec<Option<Flaw>> {
         let mut flaws: Vec<Option<Flaw>> = row.samples.iter().map(|_| None).collect();
         if self.prefill.device() != Device::Cpu || row.input_ids.is_empty() {
@@ -347,8 +348,8 @@ impl Colocated {
     }
 }
 
-/// The first bad row of a document, of whose rows `largest` are the largest magnitudes. Checkpoints zero
-/// the embedding of padding and reserved tokens.
+/// The first flaw in a document, given the largest magnitude of each of its rows. Zero rows are
+/// valid in layer 0: checkpoints zero the embedding of padding and reserved tokens.
 fn flaw_in(largest: &[f32], layer: u32) -> Option<Flaw> {
     largest.iter().enumerate().find_map(|(row, &largest)| match largest {
         _ if !largest.is_finite() => Some(Flaw::NotFinite { layer, row }),
@@ -357,7 +358,7 @@ fn flaw_in(largest: &[f32], layer: u32) -> Option<Flaw> {
     })
 }
 
-/// Documents from `first` on that have at most `most` tokens together, at least one.
+/// The longest run of documents from `first` with at most `most` tokens, and at least one document.
 fn batch_from(first: usize, starts: &[usize], most: usize) -> Range<usize> {
     let fits = |&end: &usize| starts[end] - starts[first] <= most;
     let end = (first + 1..starts.len()).take_while(fits).last();

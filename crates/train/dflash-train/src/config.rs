@@ -1,4 +1,4 @@
-//! A resolved run: the user's settings, and what they mean for this target and draft.
+//! A resolved run: the user's settings, and what follows from them for this target and draft.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use dflash_target::TargetSpec;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// Everything that decides what a run computes. It is written beside the run's checkpoints, as
-/// `shown` has it: it does not print in any other way, because endpoints may hold passwords.
+/// Everything that determines what a run computes. It is recorded with the run as `shown` returns
+/// it and is not `Serialize` itself, because endpoints may contain passwords.
 #[derive(Clone, Debug)]
 pub struct TrainConfig {
-    /// What the user asks for.
+    /// The user's settings.
     pub settings: TrainSettings,
     /// Directory of the target model.
     pub target_dir: PathBuf,
-    /// What the user says of the target, where its own files do not or not rightly.
+    /// The user's description of the target, where its own files are missing or wrong.
     pub described_target: Option<TargetSpec>,
     /// Shape of the draft.
     pub draft: DraftShape,
@@ -26,20 +26,19 @@ pub struct TrainConfig {
     pub pretrained_dir: Option<PathBuf>,
     /// How the run was started, for its records.
     pub command: Vec<String>,
-    /// The job that the run's ranks belong to, where its launcher gave it a name of its own: after a
-    /// restart ranks go on with what their own job saved.
+    /// The launcher's unique job name, if any: restarted ranks resume only their own job's run.
     pub job: Option<String>,
-    /// Set when the run is to end early.
+    /// Set to end the run early.
     pub stop: Arc<AtomicBool>,
-    /// Set when the run is to save and go on; lowered when it does.
+    /// Set to make the run save and continue; cleared after saving.
     pub save: Arc<AtomicBool>,
-    /// Whether to show progress: rank 0 does, unless it is told not to.
+    /// Whether to show progress: rank 0 does unless disabled.
     pub progress: bool,
 }
 
 impl TrainConfig {
-    /// The settings and what they mean as run.json, trackers and ranks take them, by the settings' keys:
-    /// without the passwords of endpoints.
+    /// The settings and what follows from them, by the settings' keys, as recorded in run.json and
+    /// by trackers and compared between ranks; without the passwords of endpoints.
     pub(crate) fn shown(&self) -> Value {
         let mut all = serde_json::to_value(&self.settings).expect("settings print");
         all["target_dir"] = json!(self.target_dir);
@@ -52,25 +51,25 @@ impl TrainConfig {
     }
 }
 
-/// Shape of the draft with nothing left to choose; the rest is copied from the target.
+/// Shape of the draft, fully resolved; the remaining dimensions come from the target.
 #[derive(Clone, Debug, Serialize)]
 pub struct DraftShape {
     /// Layers.
     pub num_layers: usize,
-    /// Slots of a block.
+    /// Slots per block.
     pub block_size: usize,
-    /// Auxiliary layers, 0 = embedding output.
+    /// Auxiliary layers; 0 is the embedding's output.
     pub target_layer_ids: Vec<u32>,
-    /// Token of the slots to be predicted.
+    /// Token of the slots to predict.
     pub mask_token_id: i64,
     /// Window of all layers; `None` for full attention.
     pub sliding_window: Option<usize>,
-    /// Size of a pruned vocabulary.
+    /// Size of a reduced vocabulary.
     pub vocab_size: Option<usize>,
-    /// What stands on the layers; the settings that ask for it are written beside.
+    /// Head on top of the layers, with its settings.
     #[serde(skip)]
     pub head: HeadFields,
-    /// The draft that training starts from: heads, MLP, rotary embedding and kinds of layers are its own.
+    /// The starting draft, which supplies heads, MLP size, rotary embedding and layer kinds.
     #[serde(skip)]
     pub stored: Option<Box<DraftConfig>>,
 }

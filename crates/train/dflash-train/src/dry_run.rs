@@ -1,4 +1,4 @@
-//! The drafter of a run before its first step, to be tried in an engine.
+//! The drafter of a run before its first step, for trying it in an engine.
 
 use std::path::PathBuf;
 
@@ -13,11 +13,11 @@ use crate::config::TrainConfig;
 use crate::warm_start::WarmStart;
 use crate::{Error, machine, setup};
 
-/// Writes the drafter that a fresh run of `config` would start from, in the layout of checkpoints, and
-/// returns its directory in the run's. One of an earlier dry run is replaced.
+/// Writes the drafter that a fresh run of `config` would start from, in the layout of checkpoints,
+/// and returns its directory inside the run's. Replaces an earlier dry run.
 ///
 /// # Errors
-/// Settings that the run would refuse, I/O.
+/// Settings that the run would refuse; I/O.
 pub fn dry_run(config: &TrainConfig) -> Result<PathBuf, Error> {
     let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
     let shape = setup::draft_config(&target, &config.draft)?;
@@ -32,7 +32,7 @@ pub fn dry_run(config: &TrainConfig) -> Result<PathBuf, Error> {
             WarmStart::open(dir, &shape)?.copy_into(&draft)?;
         }
         let path = config.settings.save_path.join(RunDir::DRY_RUN);
-        // Whatever else lies there is not ours to replace.
+        // Anything else in its place is not ours to replace.
         let is_earlier = DraftConfig::load(&path).is_ok();
         let dir = match is_earlier {
             true => PendingDir::create_replacing(&path)?,

@@ -1,4 +1,4 @@
-//! What can go wrong with a training run.
+//! Errors of a training run.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -39,10 +39,10 @@ pub enum Error {
     /// A model directory or a checkpoint.
     #[error(transparent)]
     Model(#[from] dflash_tensor::Error),
-    /// What a target is cannot be read.
+    /// The target's identity cannot be determined.
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
-    /// The run to be resumed trains for another target.
+    /// The resumed run trains for another target.
     #[error(
         "cannot resume {}: it is trained for {found}, and --target is {expected}; pass its own target, or start a new run for this one with --from-pretrained {} and another --save-path",
         .path.display(), .path.display()
@@ -54,12 +54,12 @@ pub enum Error {
         .path.display()
     )]
     OtherTokenizer { path: PathBuf, found: String, expected: String },
-    /// A source's states are not what the run takes them for.
+    /// A source's states are not those that the run expects.
     #[error(
         "{origin} does not provide the hidden states of --target as this run uses them: {cause}"
     )]
     OtherStates { origin: String, cause: String },
-    /// Nothing says which layers a source's states are of.
+    /// The source does not say which layers its states come from.
     #[error(
         "{origin} does not say which layers its states are of, and they are assumed to be {} in this order: {} verified (0 by the embedding, the last by log-probabilities), {} not; if the assumption is right, pass --trust-layer-ids once, which the run records",
         listed(wanted),
@@ -67,7 +67,7 @@ pub enum Error {
         listed(ids)
     )]
     LayersUnsaid { origin: String, wanted: Vec<u32>, proved: Vec<u32>, ids: Vec<u32> },
-    /// Rank 0 refused the source and says why.
+    /// Rank 0 refused the source and reports why.
     #[error("rank 0 refused the source of the hidden states")]
     SourceRefused,
     /// The dataset.
@@ -88,7 +88,7 @@ pub enum Error {
     /// The run's directory.
     #[error(transparent)]
     Run(#[from] dflash_run::Error),
-    /// A setting that cannot be honoured.
+    /// An invalid setting.
     #[error(transparent)]
     Setting(#[from] Invalid),
     /// The dataset has nothing to train on.
@@ -109,7 +109,7 @@ pub enum Error {
         "{path}: sample {sample} has token {token}, but the target's embedding has {rows} rows; prepare the data with this target's tokenizer"
     )]
     ForeignToken { path: PathBuf, sample: u32, token: i64, rows: i64 },
-    /// Ranks found different checkpoints to resume.
+    /// Ranks found different checkpoints to resume from.
     #[error(
         "rank {rank} sees {found} in {path}, but rank 0 sees {expected}; --save-path must be one directory that all nodes share"
     )]
@@ -122,7 +122,7 @@ pub enum Error {
         /// Settings that may be changed on purpose and are changed too.
         also: String,
     },
-    /// The run to be resumed was made with other settings, which may be changed on purpose.
+    /// The run to be resumed was made with other settings, which may be changed explicitly.
     #[error(
         "cannot resume {path} with other settings: {changes}; use the settings that it was trained with, or pass --allow-changed {names} to continue with these"
     )]
@@ -130,23 +130,23 @@ pub enum Error {
     /// A file of a checkpoint is not the one that was written.
     #[error("{} does not match this step's state.json", .path.display())]
     Altered { path: PathBuf },
-    /// Not one step had a slot to learn from.
+    /// No step had a supervised slot.
     #[error(
         "{steps} steps had no supervised slot: {skipped} samples were skipped, and the rest have no two consecutive supervised tokens within --total-seq-len; nothing is saved"
     )]
     NothingLearned { steps: u64, skipped: u64 },
-    /// The draft to start from belongs to another target.
+    /// The starting draft belongs to another target.
     #[error(
         "--from-pretrained {path}: its {key} is {found}, this target's draft has {expected}; it was made for another target"
     )]
     ForeignDraft { path: PathBuf, key: &'static str, found: String, expected: String },
-    /// Weights to start from are not those that were written.
+    /// Starting weights do not match their checksum.
     #[error(
         "--from-pretrained: {} does not match its state.json, so a disk or a copy damaged it; take another checkpoint, or remove its trainer folder to start from model.safetensors",
         .path.display()
     )]
     DamagedDraft { path: PathBuf },
-    /// Weights to start from are not finite.
+    /// Starting weights are not finite.
     #[error("--from-pretrained {}: {name} holds values that are not finite; take another checkpoint", .path.display())]
     BadWeights { path: PathBuf, name: String },
     /// Real decoding for validation failed.
@@ -159,10 +159,10 @@ pub enum Error {
     /// An allocation failed, on the host or on a GPU.
     #[error("rank {rank} ran out of memory {doing}: {reason}; {remedy}")]
     OutOfMemory { rank: usize, doing: String, reason: String, remedy: String },
-    /// The thread that makes rows ready is gone.
+    /// The assembly thread died.
     #[error("a row could not be prepared, which is a bug in dflash: {reason}")]
     Assembly { reason: String },
-    /// The target's states are not what can be trained on: the setting is wrong then, not the samples.
+    /// The target's states are unusable, which points to a wrong setting rather than bad samples.
     #[error(
         "{count} consecutive samples could not be used; the last one, sample {sample}: {reason}"
     )]
@@ -170,18 +170,18 @@ pub enum Error {
     /// A rank failed and told the others why.
     #[error("another rank failed, and the run ends with it: {report}")]
     AnotherRank { report: String },
-    /// Loss or gradient are not finite.
+    /// Loss or gradient is not finite.
     #[error(
         "loss or gradient of {count} consecutive steps is not finite (last: step {step}); {remedy}"
     )]
     NonFinite { count: u64, step: u64, remedy: String },
-    /// The weights at the end are worth nothing.
+    /// The final weights are worthless.
     #[error("the run has diverged: at step {step} {sign}; {remedy}")]
     Diverged { step: u64, sign: String, remedy: String },
 }
 
 impl Error {
-    /// Whether it says no more than that the run was told to stop.
+    /// Whether it only reports that the run was told to stop.
     pub fn is_interruption(&self) -> bool {
         matches!(self, Self::Hidden(dflash_hidden_states::Error::Interrupted))
     }

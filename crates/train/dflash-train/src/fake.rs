@@ -1,4 +1,4 @@
-//! What tests put in the place of the other ranks and of the stream.
+//! Fakes for tests: the other ranks, and the stream of rows.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -46,20 +46,20 @@ pub(crate) fn draft_config(hidden_size: i64, layers: usize) -> DraftConfig {
     }
 }
 
-/// Rank 0 beside others that a test speaks for; notes what is announced to the launcher.
+/// Rank 0 with simulated peers; records what is announced to the launcher.
 #[derive(Debug, Default)]
 pub(crate) struct Beside {
-    /// Ranks that do the same as this one.
+    /// Number of peers that do the same as this rank.
     pub(crate) alike: usize,
-    /// The sum from which on another rank votes that it failed, counted from 1.
+    /// Number of the sum (from 1) at which a peer starts voting failure.
     pub(crate) fails_at: Option<u64>,
-    /// What every rank broadcasts; without it this rank its own value, and others their number.
+    /// The value that all ranks broadcast; by default this rank's own, and for others their number.
     pub(crate) broadcast_value: Option<f64>,
-    /// The broadcast from which on rank 0's value is not a number, counted from 1.
+    /// Number of the broadcast (from 1) at which rank 0's value becomes NaN.
     pub(crate) not_finite_from: Option<u64>,
-    /// Elements of each sum that was started, in their order.
+    /// Elements of each sum started, in order.
     pub(crate) started: Mutex<Vec<usize>>,
-    /// How often each call came so far.
+    /// Number of calls so far.
     pub(crate) broadcasts: AtomicU64,
     pub(crate) sums: AtomicU64,
     pub(crate) worked: AtomicU64,
@@ -138,11 +138,11 @@ impl Communicator for Beside {
 #[derive(Clone)]
 pub(crate) struct MemoryRows {
     pub(crate) samples: Arc<dyn Samples>,
-    /// Of every sample.
+    /// States of every sample.
     pub(crate) states: Arc<Vec<HiddenStates>>,
-    /// The run is told to stop when it waits for the row after so many.
+    /// Simulates a stop while waiting for the row after this many.
     pub(crate) interrupted_after: Option<usize>,
-    /// What a stream would have counted for each row.
+    /// Counts that a stream would report for each row.
     pub(crate) counted: Counters,
 }
 
@@ -175,7 +175,7 @@ impl Rows for MemoryStream {
 
     fn counters(&self) -> Counters {
         let Counters { retries, busy, stale, rejected, invalid, .. } = self.source.counted;
-        // as a stream that fetches a row ahead
+        // like a stream that fetches one row ahead
         let rows = self.done + 1;
         Counters {
             retries: retries * rows,
@@ -210,7 +210,7 @@ impl World {
         }
     }
 
-    /// Replaces a sample's stored states by the largest numbers there are, whose norms overflow.
+    /// Replaces a sample's stored states by the largest finite numbers, whose norms overflow.
     pub(crate) fn spoil(&self, sample: u64) {
         let input_ids = Self::input_ids(sample);
         let numbers = vec![f32::MAX; input_ids.len() * Self::HIDDEN as usize];

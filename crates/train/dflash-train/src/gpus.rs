@@ -1,21 +1,21 @@
-//! What GPUs can do, by their names: NVIDIA's figures, and what attention's kernels make of them.
+//! GPU capabilities by name: NVIDIA's figures, and the attention efficiency of each family.
 
 /// A model of GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Gpu {
-    /// A part of the name that its driver tells.
+    /// Substring of the name reported by the driver.
     pub(crate) name: &'static str,
-    /// Dense bfloat16 peak of the tensor cores with float32 sums, TFLOP/s.
+    /// Dense bfloat16 peak of the tensor cores with float32 accumulation, TFLOP/s.
     pub(crate) tflops: f64,
-    /// Peak bandwidth of its memory, GB/s.
+    /// Peak memory bandwidth, GB/s.
     pub(crate) bandwidth: f64,
-    /// Its memory, GB.
+    /// Memory, GB.
     pub(crate) memory: f64,
-    /// Its family.
+    /// GPU family.
     pub(crate) family: Family,
 }
 
-/// What decides how much of the peak libtorch's flash attention reaches.
+/// Determines the share of the peak that libtorch's flash attention reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Family {
     /// A100, RTX 30.
@@ -38,8 +38,8 @@ const fn gpu(
     Gpu { name, tflops, bandwidth, memory, family }
 }
 
-/// From NVIDIA's data sheets and architecture white papers, which usually print the doubled peak "with
-/// sparsity". The first whose name is a part of the GPU's counts.
+/// From NVIDIA's data sheets and architecture white papers, which usually print the doubled peak
+/// "with sparsity". The first entry whose name occurs in the GPU's counts.
 const GPUS: [Gpu; 23] = [
     gpu("GB200", (2500.0, 8000.0, 186.0), Blackwell),
     gpu("B200", (2250.0, 8000.0, 180.0), Blackwell),
@@ -67,7 +67,7 @@ const GPUS: [Gpu; 23] = [
 ];
 
 impl Gpu {
-    /// By the name that its driver tells, or one that people type: any case, the number alone.
+    /// Finds a GPU by the name from the driver or a user: any case, or the number alone.
     pub(crate) fn named(name: &str) -> Option<Self> {
         let name = name.trim().to_lowercase();
         if name.is_empty() {
@@ -83,7 +83,7 @@ impl Gpu {
         dflash_settings::nearest(name, GPUS.map(|gpu| gpu.name))
     }
 
-    /// The names of all, for messages.
+    /// All names, for messages.
     pub(crate) fn names() -> String {
         GPUS.map(|gpu| gpu.name).join(", ")
     }

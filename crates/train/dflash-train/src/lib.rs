@@ -1,9 +1,9 @@
 //! Training of a draft: rows in, checkpoints out.
 //!
-//! [`Prepared`] opens everything that the settings name and finds the user's mistakes, before any
-//! worker starts. [`Prepared::run`] is one worker's whole life: it builds or restores the draft,
-//! pulls packed rows with the target's hidden states from a bounded stream, and steps until the
-//! schedule ends or it is told to stop.
+//! [`Prepared`] opens everything that the settings name and finds the user's mistakes before any
+//! worker starts. [`Prepared::run`] runs one worker from start to end: it builds or restores the
+//! draft, pulls packed rows with the target's hidden states from a bounded stream, and steps until
+//! the schedule ends or it is told to stop.
 //!
 //! - [`dry_run()`] writes the drafter that a run would start from;
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW

@@ -1,4 +1,4 @@
-//! What the machine can do and what the process takes of it: peak speed, peak memory.
+//! Capabilities of the machine and the process's use of them: peak speed, peak memory.
 
 use std::path::Path;
 
@@ -8,11 +8,11 @@ use tch::Device;
 
 use crate::gpus::Gpu;
 
-/// One directory for each GPU, with a file of facts.
+/// The driver's directory of GPUs, each with a file of facts.
 const DRIVER: &str = "/proc/driver/nvidia/gpus";
 
-/// The peak of a rank's device: what the user says, else by the GPU's name. A CPU's depends on its
-/// clock under load and is not guessed.
+/// Peak of a rank's device in TFLOP/s: the user's value, or looked up by the GPU's name. A CPU's
+/// peak depends on its clock under load and is not guessed.
 pub(crate) fn peak_of(device: Device, given: Option<f64>) -> Option<f64> {
     let known = || match device {
         Device::Cuda(_) => Some(Gpu::named(gpu_name().as_deref()?)?.tflops),
@@ -21,8 +21,8 @@ pub(crate) fn peak_of(device: Device, given: Option<f64>) -> Option<f64> {
     given.or_else(known)
 }
 
-/// The name of this machine's GPUs, as the driver tells it; `None` where there is none, or where
-/// they differ, since the driver's order is not that of the process.
+/// The name of this machine's GPUs as reported by the driver; `None` without GPUs, or if they
+/// differ, since the driver's order is not the process's.
 pub fn gpu_name() -> Option<String> {
     name_in(Path::new(DRIVER))
 }
@@ -40,8 +40,7 @@ fn name_in(driver: &Path) -> Option<String> {
     if names.len() == 1 { names.pop() } else { None }
 }
 
-/// The most memory that this process has held on `device`, MiB: resident memory on a CPU, what
-/// tensors have taken on a GPU.
+/// Peak memory of this process on `device`, MiB: resident memory on a CPU, tensor memory on a GPU.
 pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
     match device {
         Device::Cuda(index) => {
@@ -51,8 +50,8 @@ pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
     }
 }
 
-/// Refuses what needs more memory than the machine has, which `key` with its `value` asks for: an
-/// allocation that fails ends the process.
+/// Refuses a setting (`key` with `value`) that needs more memory than the machine has, since a
+/// failed allocation would end the process.
 pub(crate) fn check_memory(bytes: f64, (key, value): (&'static str, usize)) -> Result<(), Invalid> {
     let Some(all) = memory_bytes().filter(|&all| bytes > all) else { return Ok(()) };
     let expected = format!(
@@ -63,7 +62,7 @@ pub(crate) fn check_memory(bytes: f64, (key, value): (&'static str, usize)) -> R
     Err(Invalid::new(key, value, expected))
 }
 
-/// The machine's memory.
+/// The machine's memory in bytes.
 fn memory_bytes() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
@@ -71,7 +70,7 @@ fn memory_bytes() -> Option<f64> {
     Some(kib * 1024.0)
 }
 
-/// What arithmetic is done on, as its maker calls it: its last bits may differ from another's.
+/// Manufacturer's name of the device: the last bits of results may differ between devices.
 pub(crate) fn processor(device: Device) -> Option<String> {
     if let Device::Cuda(_) = device {
         return gpu_name();
@@ -81,7 +80,7 @@ pub(crate) fn processor(device: Device) -> Option<String> {
     Some(model.trim_start_matches([' ', '\t', ':']).trim().to_owned())
 }
 
-/// The level of the processor's instructions in force, which changes last bits as well; none on a GPU.
+/// The CPU instruction level in use, which also affects last bits; `None` on a GPU.
 pub(crate) fn cpu_level(device: Device) -> Option<String> {
     (device == Device::Cpu).then(|| dflash_kernels::cpu_level().to_string())
 }

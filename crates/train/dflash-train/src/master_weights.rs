@@ -1,8 +1,8 @@
-//! What is kept in float32 of the parameters: one rank's share of the master weights, the optimizer's state
-//! and the averaged weights.
+//! The float32 state: one rank's share of the master weights, the optimizer's state and the
+//! averaged weights.
 //!
-//! The draft computes with a buffer of its own kind. In float32 the master weights are a part of that buffer;
-//! in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
+//! The draft computes with a buffer of its own type. In float32 the master weights are a view of
+//! that buffer; in bfloat16 they are separate, and the draft receives them rounded after each step.
 
 use dflash_dist::Communicator;
 use dflash_draft::Draft;
@@ -18,12 +18,12 @@ use crate::shards::Shards;
 /// Name of the averaged weights in a checkpoint.
 pub(crate) const AVERAGE: &str = "average";
 
-/// One rank's share of everything that is float32.
+/// One rank's share of the float32 state.
 #[derive(Debug)]
 pub(crate) struct MasterWeights {
     shards: Shards,
     norm_shards: Shards,
-    /// The share's parameters.
+    /// The parameters in this rank's share.
     pub(crate) weights: Tensor,
     pub(crate) optimizer: Optimizer,
     pub(crate) average: Option<Average>,
@@ -37,19 +37,20 @@ pub(crate) struct Average {
 }
 
 impl Average {
-    /// Begins at `master_weights`, so that no start at zero has to be corrected for.
+    /// Starts at `master_weights`, so no bias correction is needed.
     fn new(decay: f64, master_weights: &Tensor) -> Self {
         Self { decay, weights: master_weights.copy() }
     }
 
-    /// `average = decay * average + (1 - decay) * master_weights`, after a step was taken.
+    /// `average = decay * average + (1 - decay) * master_weights`, after each step.
     fn update(&mut self, master_weights: &Tensor) {
         let _ = self.weights.lerp_(master_weights, 1.0 - self.decay);
     }
 }
 
 impl MasterWeights {
-    /// The master weights of `fresh`, a draft in float32, and the draft to compute with in `kind`.
+    /// Splits the float32 draft `fresh` into the draft to compute with, in `kind`, and the master
+    /// weights.
     pub(crate) fn new(
         fresh: Draft,
         kind: Kind,
@@ -66,7 +67,7 @@ impl MasterWeights {
             }
             kind => {
                 let view = shards.view(fresh.flat());
-                // a copy of the share alone, so that the whole in float32 can be freed
+                // copies only the share, so that the whole float32 buffer can be freed
                 let weights = if shards.is_split() { view.copy() } else { view };
                 (Draft::new(fresh.config().clone(), fresh.flat().to_kind(kind)), weights)
             }
@@ -76,7 +77,7 @@ impl MasterWeights {
         (draft, Self { shards, norm_shards, weights, optimizer, average })
     }
 
-    /// Moves the share by `rate` along its part of the whole `gradient`.
+    /// Updates the share at learning rate `rate`, using its part of the whole `gradient`.
     pub(crate) fn step(&mut self, gradient: &Tensor, rate: f64) {
         self.optimizer.step(&mut self.weights, &self.shards.view(gradient), rate);
         if let Some(average) = &mut self.average {
@@ -84,7 +85,7 @@ impl MasterWeights {
         }
     }
 
-    /// As [`Self::step`], but the device decides whether it happens. Consumes the gradient.
+    /// As [`Self::step`], but the device decides whether the step is taken. Consumes the gradient.
     pub(crate) fn step_on_device(
         &mut self,
         gradient: &Tensor,
@@ -100,7 +101,7 @@ impl MasterWeights {
         Ok(())
     }
 
-    /// Gives the draft the parameters of all ranks. All ranks call it.
+    /// Updates the draft with the parameters of all ranks. All ranks call it.
     pub(crate) fn publish(
         &self,
         draft: &Draft,
@@ -112,8 +113,8 @@ impl MasterWeights {
         self.shards.fill(communicator, draft.flat())
     }
 
-    /// The draft as a checkpoint of this moment serves it: the averaged weights where there are any,
-    /// rounded to bfloat16. All ranks call it, and all get the whole.
+    /// The draft as a checkpoint would serve it now: the averaged weights if there are any, rounded
+    /// to bfloat16. All ranks call it and get the whole draft.
     pub(crate) fn served(
         &self,
         draft: &Draft,
@@ -129,7 +130,7 @@ impl MasterWeights {
         Ok(Draft::new(draft.config().clone(), rounded))
     }
 
-    /// What a checkpoint holds of the state, in the order of its file.
+    /// Names and shapes of the state's tensors in a checkpoint, in file order.
     pub(crate) fn entries(&self) -> Vec<Entry> {
         let entry = |StateTensor { name, extent, .. }| Entry {
             name: String::from(name),
@@ -139,8 +140,8 @@ impl MasterWeights {
         self.state().into_iter().map(entry).collect()
     }
 
-    /// Hands all ranks' state to `take`, in the order of [`Self::entries`] and in pieces. All ranks
-    /// call it.
+    /// Passes all ranks' state to `take` in pieces, ordered as [`Self::entries`]. All ranks call
+    /// it.
     pub(crate) fn stream(
         &self,
         communicator: &dyn Communicator,
@@ -152,12 +153,12 @@ impl MasterWeights {
         Ok(())
     }
 
-    /// The name in a checkpoint of the weights that it serves.
+    /// Name of the tensor that a checkpoint serves.
     pub(crate) fn served_name(&self) -> &'static str {
         if self.average.is_some() { AVERAGE } else { MASTER_WEIGHTS }
     }
 
-    /// By name, as in the file.
+    /// The state's tensors, in file order.
     fn state(&self) -> Vec<StateTensor<'_>> {
         let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
         let mut state = self.optimizer.state();
@@ -174,7 +175,7 @@ impl MasterWeights {
         }
     }
 
-    /// Takes this rank's share of what a checkpoint holds, and gives the draft all of it.
+    /// Loads this rank's share from a checkpoint, and all parameters into the draft.
     pub(crate) fn restore(
         &mut self,
         draft: &Draft,
@@ -193,7 +194,7 @@ impl MasterWeights {
         Ok(())
     }
 
-    /// Whether all numbers of this rank's share are finite, and the largest weight in it.
+    /// Whether all numbers in this rank's share are finite, and the largest weight by magnitude.
     pub(crate) fn soundness(&self) -> (bool, f64) {
         let mut finite = true;
         let mut largest = 0.0;
@@ -201,7 +202,7 @@ impl MasterWeights {
             if tensor.numel() == 0 {
                 continue;
             }
-            // both are NaN where any number is
+            // both are NaN if any number is
             let (least, most) = tensor.aminmax(None, false);
             let ends = readback::values(&Tensor::stack(&[least, most], 0));
             let bound = ends[0].abs().max(ends[1].abs());
@@ -213,7 +214,7 @@ impl MasterWeights {
         (finite, largest)
     }
 
-    /// Float32 numbers that this rank holds.
+    /// Number of float32 elements that this rank holds.
     pub(crate) fn elements(&self) -> i64 {
         self.state().iter().map(|part| part.tensor.numel() as i64).sum()
     }

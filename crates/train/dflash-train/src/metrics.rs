@@ -1,4 +1,4 @@
-//! What a run shows: a progress bar, JSON lines and trackers' files.
+//! Output of a run: progress bar, JSON lines and trackers' files.
 
 mod pulse;
 
@@ -21,12 +21,12 @@ use crate::rows::TargetTime;
 use crate::trainer::{Effect, StepSums};
 use crate::{Error, machine};
 
-/// Adds up steps and writes lines; on ranks other than 0 it only adds up.
+/// Accumulates steps and writes lines; ranks other than 0 only accumulate.
 pub(crate) struct Meter {
     device: Device,
-    /// Of all ranks together, TFLOP/s.
+    /// Peak of all ranks together, TFLOP/s.
     peak_tflops: Option<f64>,
-    /// Of the loss's denominator.
+    /// Epsilon in the loss's denominator.
     epsilon: f64,
     begun: Instant,
     interval: SinceLast,
@@ -34,7 +34,7 @@ pub(crate) struct Meter {
     outputs: Option<Outputs>,
 }
 
-/// What is still to come of a run.
+/// The work left in a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Left {
     pub(crate) steps: u64,
@@ -42,7 +42,7 @@ pub(crate) struct Left {
     pub(crate) saves: u64,
 }
 
-/// How long a run's parts have taken in this process.
+/// Time spent so far in this process, by kind of work.
 #[derive(Debug, Default)]
 struct Pace {
     steps: u64,
@@ -51,7 +51,7 @@ struct Pace {
     left: Left,
 }
 
-/// What a run does between steps.
+/// Validations or saves between steps.
 #[derive(Clone, Copy, Debug, Default)]
 struct Aside {
     times: u32,
@@ -64,15 +64,15 @@ impl Aside {
         self.took += took;
     }
 
-    /// Seconds of `times` more, by the mean so far; nothing is known before the first.
+    /// Seconds for another `times`, at the mean so far; 0 if none has happened.
     fn seconds_of(self, times: u64) -> f64 {
         self.took.as_secs_f64() / f64::from(self.times.max(1)) * times as f64
     }
 }
 
 impl Pace {
-    /// Seconds to the end after `elapsed`: steps at the mean pace of this process, and the validations and
-    /// saves to come. `None` before the first step.
+    /// Seconds to the end, given the time `elapsed`: the remaining steps at this process's mean
+    /// pace, plus the remaining validations and saves. `None` before the first step.
     fn seconds_left(&self, elapsed: Duration) -> Option<f64> {
         let steps = elapsed.saturating_sub(self.validations.took + self.saves.took);
         let per_step = (self.steps > 0).then(|| steps.as_secs_f64() / self.steps as f64)?;
@@ -82,24 +82,24 @@ impl Pace {
     }
 }
 
-/// Where the time before a step's passes goes.
+/// Time spent on getting a step's rows.
 #[derive(Debug, Default)]
 pub(crate) struct RowTimes {
-    /// Waiting for hidden states.
+    /// Time waiting for hidden states.
     wait: Duration,
-    /// Passes of a target in this process.
+    /// Forward passes of a target in this process.
     target: Vec<Interval>,
 }
 
 impl RowTimes {
-    /// Adds a row that came after `asked`, in which a `target` may have been at work.
+    /// Adds a row that took `asked` to arrive, of which `target` accounts for a part.
     pub(crate) fn add(&mut self, asked: Duration, target: Option<TargetTime>) {
         let host = target.as_ref().map_or(Duration::ZERO, |target| target.host);
         self.wait += asked.saturating_sub(host);
         self.target.extend(target.map(|target| target.device));
     }
 
-    /// Seconds of the target's passes, if there were any; a GPU's end is waited for.
+    /// Total seconds of the target's passes, if there were any; waits for the GPU to finish them.
     fn target_seconds(&self) -> Result<Option<f64>, Error> {
         let lengths = self.target.iter().map(Interval::length);
         let total = lengths.sum::<Result<Duration, _>>()?;
@@ -107,7 +107,7 @@ impl RowTimes {
     }
 }
 
-/// What was added up since the last line.
+/// Sums since the last line.
 struct SinceLast {
     since: Instant,
     statistics: Option<Statistics>,
@@ -115,20 +115,20 @@ struct SinceLast {
     tokens: f64,
     flops: f64,
     times: RowTimes,
-    /// What the streams have counted so far.
+    /// Counts of the streams since the process started.
     stream: StreamCounters,
 }
 
 struct Outputs {
     run: RunDir,
     trackers: Trackers,
-    /// Hidden where there is no terminal, or where it was not asked for: then lines are written.
+    /// Hidden without a terminal or on request; lines are written instead.
     bar: StepBar,
-    /// Shows what goes on between lines; ends before the bar does.
+    /// Updates the display between lines; ends before the bar does.
     pulse: Option<Pulse>,
 }
 
-/// Ends a wait when it is dropped: one in which memory runs out ends by a panic that is contained.
+/// Ends a wait on drop, since a wait that runs out of memory panics.
 struct WaitIsOver<'a>(&'a Outputs);
 
 impl Drop for WaitIsOver<'_> {
@@ -145,14 +145,14 @@ impl SinceLast {
 }
 
 impl Meter {
-    /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
+    /// A meter without output. `peak_tflops` is the peak of all devices together, if known.
     pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
         let interval = SinceLast::begin(StreamCounters::default());
         let (begun, pace) = (Instant::now(), Pace::default());
         Self { device, peak_tflops, epsilon, begun, interval, pace, outputs: None }
     }
 
-    /// Makes the meter write into `run`, where lines after `step` are dropped.
+    /// Opens the output in `run`, dropping earlier lines after `step`.
     pub(crate) fn open(
         &mut self,
         run: RunDir,
@@ -167,8 +167,8 @@ impl Meter {
         Ok(())
     }
 
-    /// Adds a finished step and what its rows took. A step that moved nothing counts as a step, but
-    /// has no share in figures of what was learned.
+    /// Adds a finished step and its rows' times. A step that changed nothing is counted but does
+    /// not enter the training metrics.
     pub(crate) fn add(&mut self, sums: &StepSums, outcome: StepOutcome, times: RowTimes) {
         let interval = &mut self.interval;
         interval.steps += 1;
@@ -187,7 +187,7 @@ impl Meter {
         }
     }
 
-    /// Shows that a step is done, though what became of it may not be known yet, and what is `left`.
+    /// Advances the bar by a step of possibly unknown outcome; `left` is the remaining work.
     pub(crate) fn tick(&mut self, left: Left) {
         self.pace.steps += 1;
         self.pace.left = left;
@@ -198,7 +198,7 @@ impl Meter {
         }
     }
 
-    /// Shows how long `wait` takes, of which `what` says what for.
+    /// Runs `wait` and displays how long it takes, with `what` as its description.
     pub(crate) fn waiting<T>(&self, what: &'static str, wait: impl FnOnce() -> T) -> T {
         let Some(outputs) = &self.outputs else { return wait() };
         outputs.tell(|doing| doing.waits = Some((Instant::now(), what)));
@@ -206,7 +206,7 @@ impl Meter {
         wait()
     }
 
-    /// Closes the interval and writes `line`, to which the interval's figures are added.
+    /// Closes the interval, adds its figures to `line` and writes it.
     pub(crate) fn log(&mut self, line: MetricLine) -> Result<(), Error> {
         let Some(statistics) = self.interval.statistics.take() else { return Ok(()) };
         let next = SinceLast::begin(self.interval.stream);
@@ -218,6 +218,7 @@ impl Meter {
         let (wait, tflops) = (times.wait.as_secs_f64(), flops / seconds / 1e12);
         let target = times.target_seconds()?;
         outputs.write(&MetricLine {
+            total_steps: Some(outputs.bar.total()),
             steps: Some(steps),
             time: Some(seconds_since_1970()),
             elapsed_s: Some(self.begun.elapsed().as_secs_f64()),
@@ -238,26 +239,26 @@ impl Meter {
         })
     }
 
-    /// Leaves `time`, that of a save, out of the interval's speed.
+    /// Excludes a save, which took `time`, from the interval.
     pub(crate) fn saved(&mut self, time: Duration) {
         self.interval.since += time;
         self.pace.saves.add(time);
     }
 
-    /// Leaves `time`, that of a validation, out of the interval's speed.
+    /// Excludes a validation, which took `time`, from the interval.
     pub(crate) fn validated_for(&mut self, time: Duration) {
         self.interval.since += time;
         self.pace.validations.add(time);
     }
 
-    /// Shows a validation.
+    /// Shows the result of a validation and passes it to the trackers.
     pub(crate) fn validated(&mut self, line: &ValidationLine) -> Result<(), Error> {
         self.say(&summary(line));
         let entry = Entry::of(line, seconds_since_1970());
         self.outputs.as_mut().map_or(Ok(()), |outputs| Ok(outputs.trackers.add(&entry)?))
     }
 
-    /// Does `work`, which may draw a bar of its own.
+    /// Runs `work`, which may draw its own progress bar.
     pub(crate) fn aside<T>(&self, work: impl FnOnce() -> T) -> T {
         match &self.outputs {
             Some(outputs) => {
@@ -270,34 +271,34 @@ impl Meter {
         }
     }
 
-    /// Shows clock and waits on the bar of the work aside, or lets a line say them.
+    /// Shows elapsed time and waits on the work's own bar from now on.
     pub(crate) fn beats_on(&self, beat: Beat) {
         if let Some(outputs) = &self.outputs {
             outputs.tell(|doing| doing.beat = Some(beat));
         }
     }
 
-    /// Notes that the work aside has come on, and says so itself.
+    /// Notes that the work has written a progress line itself.
     pub(crate) fn came_on(&self) {
         if let Some(outputs) = &self.outputs {
             outputs.pulse.iter().for_each(Pulse::wrote);
         }
     }
 
-    /// Time since the first step of this process was near.
+    /// Time since shortly before this process's first step.
     pub(crate) fn elapsed(&self) -> Duration {
         self.begun.elapsed()
     }
 
-    /// Says something above the progress bar.
+    /// Prints a message above the progress bar.
     pub(crate) fn say(&self, message: &str) {
         if let Some(outputs) = &self.outputs {
             outputs.say(message);
         }
     }
 
-    /// Leaves the bar as it is, what follows has a line of its own, and tells the trackers how the run
-    /// ended.
+    /// Leaves the bar on screen, so that later output starts on a new line, and tells the trackers
+    /// how the run ended.
     pub(crate) fn close(&mut self, end: End) -> Result<(), Error> {
         let Some(outputs) = &mut self.outputs else { return Ok(()) };
         outputs.pulse = None;
@@ -322,7 +323,7 @@ impl Outputs {
         Ok(())
     }
 
-    /// Lets the pulse know what goes on.
+    /// Updates the state that the pulse shows.
     fn tell(&self, change: impl FnOnce(&mut pulse::Doing)) {
         if let Some(pulse) = &self.pulse {
             pulse.tell(change);
@@ -335,8 +336,7 @@ impl Outputs {
     }
 }
 
-/// The files for the trackers that the run's settings name; those of an earlier start go on after
-/// `step`.
+/// Opens the trackers' files; those of an earlier start continue after `step`.
 pub(crate) fn trackers(config: &TrainConfig, step: u64) -> Result<Trackers, Error> {
     let settings = &config.settings;
     let path = std::path::absolute(&settings.save_path);
@@ -351,7 +351,7 @@ fn seconds_since_1970() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// What a terminal's line has room for: the rest is in the file.
+/// A short version for the progress bar; the file has the rest.
 fn compact(line: &MetricLine) -> String {
     let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
     format!(
@@ -366,7 +366,7 @@ fn compact(line: &MetricLine) -> String {
     )
 }
 
-/// What the progress says of a line.
+/// A line's figures for the log.
 fn message(line: &MetricLine) -> String {
     let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
     let target = line
@@ -387,7 +387,7 @@ fn message(line: &MetricLine) -> String {
     )
 }
 
-/// What a reader of the log wants to know of a validation.
+/// A validation's figures for the log.
 fn summary(line: &ValidationLine) -> String {
     let mut text = format!("step {}: validation", line.step);
     if let Some(rows) = &line.rows {
@@ -411,12 +411,12 @@ fn summary(line: &ValidationLine) -> String {
     text + &format!(" ({:.0} s)", shown(line.seconds))
 }
 
-/// A figure for people: NaN where it is not known.
+/// The number, or NaN if unknown.
 fn shown(figure: Option<f64>) -> f64 {
     figure.unwrap_or(f64::NAN)
 }
 
-/// The figures of a line, which writes those of nothing as null.
+/// A line's figures; NaN and missing values become null.
 pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
     TeacherForced {
         loss: Some(report.loss),
@@ -427,7 +427,7 @@ pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
     }
 }
 
-/// What a stream has counted, as a line has it.
+/// A stream's counts in a line's format.
 pub(crate) fn counted(by: &Counters) -> StreamCounters {
     StreamCounters {
         requests: by.requests,
@@ -445,7 +445,7 @@ pub(crate) fn counted(by: &Counters) -> StreamCounters {
     }
 }
 
-/// A number with three significant digits: CPUs make fractions of a TFLOP/s, GPUs hundreds.
+/// A number with three significant digits: CPUs reach fractions of a TFLOP/s, GPUs hundreds.
 fn three_digits(value: f64) -> String {
     let digits = if value > 0.0 { (2.0 - value.log10().floor()).clamp(0.0, 6.0) } else { 0.0 };
     format!("{value:.*}", digits as usize)
@@ -463,7 +463,7 @@ mod tests {
         pace.steps = 100;
         pace.left = Left { steps: 50, validations: 2, saves: 3 };
         assert_eq!(pace.seconds_left(seconds(100)), Some(50.0));
-        // Two validations of 15 s and a save of 10 s were in the time; the mean counts.
+        // The elapsed time includes two validations of 15 s on average and a save of 10 s.
         [10, 20].into_iter().for_each(|took| pace.validations.add(seconds(took)));
         pace.saves.add(seconds(10));
         assert_eq!(pace.seconds_left(seconds(140)), Some(50.0 + 30.0 + 30.0));

@@ -1,12 +1,12 @@
-//! Out of memory in a run, on the host or on a GPU: an error that says which settings to lower. It
-//! is not a bug, and a restart would run out of memory again.
+//! Turns out-of-memory failures, on the host or a GPU, into an error that names the settings to
+//! lower. It is not a bug, and a restart would run out of memory again.
 
 use dflash_tensor::{catch_oom, catch_oom_in, is_oom};
 
 use crate::Error;
 use crate::config::TrainConfig;
 
-/// The rank that asks for memory, and the settings that decide how much.
+/// The rank that allocates, and the settings that determine how much.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Asking<'a> {
     pub(crate) config: &'a TrainConfig,
@@ -14,10 +14,10 @@ pub(crate) struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// Runs `work`, which does what `doing` says ("in step 3"). Where it panics or fails for lack of
-    /// memory, the error says so.
+    /// Runs `work`, described by `doing` ("in step 3"). Converts a panic or error due to lack of
+    /// memory into [`Error::OutOfMemory`].
     ///
-    /// What `work` changes must be as good after a panic as before, or not be used any more.
+    /// State that `work` changes must be valid after a panic, or must not be used any more.
     pub(crate) fn contain<T>(
         self,
         doing: impl FnOnce() -> String,
@@ -33,13 +33,14 @@ impl Asking<'_> {
         }
     }
 
-    /// The error of an allocation that failed for `reason`.
+    /// The error for an allocation that failed with `reason`.
     pub(crate) fn refused(self, doing: String, reason: String) -> Error {
         Error::OutOfMemory { rank: self.rank, doing, reason, remedy: remedy(self.config) }
     }
 }
 
-/// The allocator's message, if one of ours is the cause. What a server says of its memory is not.
+/// The allocator's message, if the error is caused by our own allocation; a server's message about
+/// its memory does not count.
 fn reason_in(error: &Error) -> Option<String> {
     if !matches!(error, Error::Torch(_) | Error::Model(_) | Error::Dist(_)) {
         return None;
@@ -54,7 +55,7 @@ fn reason_in(error: &Error) -> Option<String> {
     None
 }
 
-/// What to lower, with what it is now.
+/// The settings to lower, with their present values.
 fn remedy(config: &TrainConfig) -> String {
     let settings = &config.settings;
     let chunk = settings.objective.loss_chunk_mib;
@@ -63,7 +64,7 @@ fn remedy(config: &TrainConfig) -> String {
     let colocate = if settings.hidden_states.colocate {
         let tokens = settings.hidden_states.target_batch_tokens;
         format!(
-            "; of the target beside it, lower --target-batch-tokens (now {tokens}), or run it elsewhere in \
+            "; for the target, lower --target-batch-tokens (now {tokens}), or run it elsewhere in \
              `dflash hidden-server`"
         )
     } else {
@@ -71,8 +72,8 @@ fn remedy(config: &TrainConfig) -> String {
     };
     format!(
         "lower --max-anchors (now {}), --total-seq-len (now {}), --loss-chunk-mib (now {}) or \
-         --num-layers (now {}){recompute}{colocate}; `dflash plan` with the same flags shows what takes how \
-         much",
+         --num-layers (now {}){recompute}{colocate}; `dflash plan` with the same flags shows the memory of each \
+         part",
         settings.rows.max_anchors(),
         settings.rows.total_seq_len(),
         chunk,

@@ -1,9 +1,8 @@
-//! How parameters move: AdamW for all of them, or Muon for the matrices and AdamW for the rest: norms,
-//! biases and embeddings.
+//! Optimizers: AdamW for all parameters, or Muon for matrices and AdamW for the rest.
 //!
-//! Everything works on one rank's share of the flat parameter buffer (all of it, unless the state
-//! is split over the ranks), in float32 and in place. [`Groups`] say which part of the share is
-//! treated how.
+//! Everything works in place, in float32, on one rank's share of the flat parameter buffer, which
+//! is all of it unless the state is split over ranks. [`Groups`] say how each part of the share is
+//! treated.
 
 mod adamw;
 mod groups;
@@ -25,57 +24,58 @@ use muon::Muon;
 pub use muon::{MuonConfig, MuonScale};
 pub use step_gate::StepGate;
 
-/// Everything that decides how parameters move, besides the learning rate.
+/// Optimizer configuration except for the learning rate.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OptimizerConfig {
-    /// What moves the matrices.
+    /// Optimizer of the matrices.
     pub algorithm: Algorithm,
-    /// AdamW's constants; with Muon they apply to the norms.
+    /// AdamW's constants; with Muon they apply to the remaining parameters.
     pub adamw: AdamWConfig,
-    /// By group.
+    /// Weight decay by group.
     pub weight_decay: WeightDecay,
-    /// Share of itself that the averaged copy of the weights keeps at a step; `None` for no copy.
+    /// Decay of the averaged copy of the weights; `None` for no copy.
     pub ema_decay: Option<f64>,
 }
 
-/// What moves the matrices. Norms always use AdamW.
+/// Optimizer of the matrices. Norms always use AdamW.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Algorithm {
-    /// AdamW too.
+    /// AdamW.
     #[default]
     AdamW,
     /// Muon.
     Muon(MuonConfig),
 }
 
-/// The state of one rank's share.
+/// Optimizer state of one rank's share.
 #[derive(Debug)]
 pub struct Optimizer {
     adamw: AdamWConfig,
     weight_decay: WeightDecay,
     groups: Groups,
-    /// AdamW's, of the whole share; of its norms alone where Muon moves the matrices.
+    /// AdamW's moments of the whole share, or of its norms only if Muon handles the matrices.
     moments: Moments,
     muon: Option<Muon>,
-    /// Steps taken, as the host counts them.
+    /// Number of steps taken, counted on the host.
     steps: i64,
-    /// The same where the device decides which are taken; float32 `[1]`, exact to 16 million.
+    /// The same counted on the device, if that decides about steps; float32 `[1]`, exact to 16
+    /// million.
     device_steps: Tensor,
 }
 
-/// Which parameters a state tensor covers.
+/// The parameters that a state tensor covers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Extent {
-    /// Element by element the whole share.
+    /// The whole share, element by element.
     Share,
-    /// The share's norms alone, one after the other.
+    /// Only the share's norms, concatenated.
     Norms,
 }
 
-/// A tensor of the state: one-dimensional, float32.
+/// A one-dimensional float32 tensor of the state.
 #[derive(Debug)]
 pub(crate) struct StateTensor<'a> {
-    /// In a checkpoint.
+    /// Name in a checkpoint.
     pub(crate) name: &'static str,
     pub(crate) extent: Extent,
     pub(crate) tensor: &'a Tensor,
@@ -104,7 +104,7 @@ impl From<&OptimizerSettings> for OptimizerConfig {
 }
 
 impl Algorithm {
-    /// As the user types it.
+    /// Name on the command line.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::AdamW => "adamw",
@@ -114,10 +114,10 @@ impl Algorithm {
 }
 
 impl Optimizer {
-    /// Fresh state for a share like `master_weights`, which `groups` divides.
+    /// Fresh state for a share of the shape of `master_weights`, divided into `groups`.
     ///
     /// # Panics
-    /// With Muon when a share cuts through a matrix: half a matrix cannot be orthogonalised.
+    /// If Muon is used and the share cuts through a matrix: half a matrix cannot be orthogonalised.
     pub fn new(config: &OptimizerConfig, groups: Groups, master_weights: &Tensor) -> Self {
         let OptimizerConfig { algorithm, adamw, weight_decay, ema_decay: _ } = *config;
         let (muon, elements) = match algorithm {
@@ -135,13 +135,13 @@ impl Optimizer {
         Self { adamw, weight_decay, groups, moments, muon, steps: 0, device_steps }
     }
 
-    /// The same optimizer, computed by `kernels`.
+    /// The same optimizer using `kernels`.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.moments.kernels = kernels;
         self
     }
 
-    /// One step of size `rate` along `gradient`; Muon's rate is a fixed multiple of it.
+    /// Takes a step along `gradient` at learning rate `rate`, of which Muon's is a fixed multiple.
     pub fn step(&mut self, master_weights: &mut Tensor, gradient: &Tensor, rate: f64) {
         self.steps += 1;
         let Groups { matrices, norms } = &self.groups;
@@ -167,11 +167,11 @@ impl Optimizer {
         }
     }
 
-    /// As [`Self::step`], along the gradient that `gate` divides, if it lets the step happen.
-    /// Consumes the gradient. Does not synchronise with the host.
+    /// As [`Self::step`], with the gradient divided by `gate`'s divisor, and only if `gate` allows
+    /// the step. Consumes the gradient and does not synchronise with the host.
     ///
     /// # Errors
-    /// A buffer of master weights or gradients that is not float32 and of the share's length.
+    /// Master weights or gradient are not float32 or do not have the share's length.
     pub fn step_on_device(
         &mut self,
         master_weights: &Tensor,
@@ -205,7 +205,7 @@ impl Optimizer {
         self.parts_on_device(&others, DecayedRate { rate, decay: 0.0 }, gate)
     }
 
-    /// All of the share by AdamW: a call for each decay that there is.
+    /// AdamW on the whole share: one call per weight decay.
     fn adamw_on_device(
         &self,
         master_weights: &Tensor,
@@ -234,7 +234,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Parts that decay alike, by AdamW.
+    /// AdamW on parts with the same weight decay.
     fn parts_on_device(
         &self,
         parts: &[AdamWBuffer],
@@ -247,13 +247,13 @@ impl Optimizer {
         Moments::step_on_device(parts, self.adamw, &self.device_steps, decayed, gate)
     }
 
-    /// Goes on after so many steps.
+    /// Sets the step count of a resumed run.
     pub(crate) fn set_steps(&mut self, steps: i64) {
         self.steps = steps;
         let _ = self.device_steps.fill_(steps as f64);
     }
 
-    /// All tensors that a resumed run needs.
+    /// All tensors needed to resume.
     pub(crate) fn state(&self) -> Vec<StateTensor<'_>> {
         let Moments { mean, variance, .. } = &self.moments;
         let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
@@ -269,7 +269,7 @@ impl Optimizer {
     }
 }
 
-/// Global L2 norm of a flat gradient, a float32 scalar on its device.
+/// Global L2 norm of a flat gradient, a float32 scalar on the gradient's device.
 pub fn gradient_norm(gradient: &Tensor) -> Tensor {
     gradient.norm_scalaropt_dtype(2.0, Kind::Float)
 }

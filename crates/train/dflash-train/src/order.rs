@@ -1,26 +1,26 @@
-//! Which packed row is trained when, and by whom.
+//! Which rank trains which packed row, and when.
 //!
-//! All epochs' rows form one sequence that depends on the data and the seed alone. An optimizer
-//! step takes the next `ranks * accumulation` of them, wherever an epoch ends, so every row is
-//! trained exactly once per epoch at any world size, and a position in the sequence is all that a
-//! resumed run needs.
+//! The rows of all epochs form one sequence that depends only on the data and the seed. An
+//! optimizer step takes the next `ranks * accumulation` rows, regardless of epoch boundaries, so
+//! every row is trained exactly once per epoch at any world size, and a position in the sequence is
+//! all that a resumed run needs.
 //!
-//! The schedule follows from the number of rows, so all epochs are packed before the first step,
-//! once: a rank keeps the rows that it is going to train, some 8 bytes a sample and epoch over the
-//! number of ranks.
+//! The schedule depends on the number of rows, so all epochs are packed once, before the first
+//! step: a rank keeps the rows that it will train, about 8 bytes per sample and epoch divided by
+//! the number of ranks.
 
 use dflash_data::{count_truncated, epoch_order, pack_rows};
 use dflash_settings::Invalid;
 
 use crate::Error;
 
-/// Each epoch is planned before the first step, which takes time and memory.
+/// Maximum epochs: each is planned before the first step, which takes time and memory.
 const MAX_EPOCHS: u64 = 100_000;
 
-/// What decides the sequence.
+/// Determines the sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packing<'a> {
-    /// Tokens of the samples that can be trained.
+    /// Lengths in tokens of the trainable samples.
     pub(crate) lengths: &'a [u32],
     pub(crate) total_seq_len: usize,
     pub(crate) seed: u64,
@@ -29,31 +29,31 @@ pub(crate) struct Packing<'a> {
 /// Where the sequence ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Length {
-    /// After so many epochs.
+    /// After this many epochs.
     Epochs(u64),
-    /// With the epoch that has the last of so many rows.
+    /// With the epoch that contains the last of this many rows.
     Rows(u64),
 }
 
-/// The rows at `first`, `first + stride`, ... : one rank's share.
+/// The rows at `first`, `first + stride`, …: one rank's share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stride {
     pub(crate) first: u64,
     pub(crate) stride: u64,
 }
 
-/// Where in the sequence the epochs are.
+/// Positions of the epochs in the sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct RowOrder {
     /// First position of each epoch, and the end.
     starts: Vec<u64>,
 }
 
-/// One packed row's place and content.
+/// A packed row's epoch and samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedRow {
     pub(crate) epoch: u64,
-    /// Dataset rows.
+    /// Sample indices in the dataset.
     pub(crate) samples: Vec<u32>,
 }
 
@@ -74,7 +74,7 @@ impl Packing<'_> {
 }
 
 impl Length {
-    /// Refuses more epochs than anyone can want; an epoch has `rows`.
+    /// Refuses more than [`MAX_EPOCHS`], with `rows` rows per epoch.
     fn check(self, rows: u64) -> Result<(), Error> {
         let epochs = match self {
             Self::Epochs(epochs) => epochs,
@@ -93,7 +93,7 @@ impl Length {
 }
 
 impl RowOrder {
-    /// Packs the whole sequence; returns where its epochs are, and the rows of `share`.
+    /// Packs the whole sequence; returns the epochs' positions and the rows of `share`.
     pub(crate) fn plan(
         packing: Packing<'_>,
         length: Length,
@@ -107,7 +107,7 @@ impl RowOrder {
                 Length::Epochs(epochs) => epoch >= epochs,
                 Length::Rows(needed) => start >= needed,
             };
-            // without a sample that has tokens no number of epochs is enough
+            // if no sample has tokens, no number of epochs is enough
             if enough || (epoch > 0 && start == 0) {
                 break;
             }
@@ -129,7 +129,7 @@ impl RowOrder {
         self.starts.partition_point(|&start| start <= position) as u64 - 1
     }
 
-    /// Epochs done at `position`, with the share of the current one.
+    /// Epochs completed at `position`, including the fraction of the current one.
     pub(crate) fn progress(&self, position: u64) -> f64 {
         let epoch = self.epoch_of(position) as usize;
         let Some(end) = self.starts.get(epoch + 1) else { return epoch as f64 };

@@ -1,7 +1,7 @@
-//! What a run will take, before anything runs: memory, arithmetic, time, hidden states.
+//! Predicts what a run takes before anything runs: memory, arithmetic, time, hidden states.
 //!
-//! Rows are packed and anchors drawn as the run itself will do, from the dataset or from
-//! documents of one length; a sample of rows gives means. Memory follows the tensors that the
+//! Rows are packed and anchors drawn as in the run itself, from the dataset or from documents of
+//! one length; means come from a sample of rows. Memory is computed from the tensors that the
 //! trainer keeps; docs/plan.md compares it with measurements.
 
 mod around;
@@ -35,31 +35,32 @@ use crate::{Error, checkpoint, machine, setup};
 use efficiency::Efficiency;
 use step::StepShape;
 
-/// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
-/// took 684 ms on two quiet cores of a server processor (LOG.md). Others differ, so there is --tflops.
+/// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` with docs/plan.md's first
+/// shape took 684 ms on two idle cores of a server processor (LOG.md). Others differ, hence
+/// --tflops.
 const CPU_CORE_TFLOPS: f64 = 0.05;
 
-/// The run to be planned: its settings, and what they come to.
+/// The run to plan: its settings and what follows from them.
 struct Planned<'a> {
     settings: &'a PlanSettings,
-    /// Size of a pruned vocabulary.
+    /// Size of a reduced vocabulary.
     vocab_size: Option<usize>,
     place: Place,
-    /// CPU cores of a rank.
+    /// CPU cores per rank.
     cores: usize,
-    /// The target as it runs here, if it does.
+    /// The target's configuration, if this program runs it.
     native: Option<TargetConfig>,
-    /// What a known GPU's kernels reach.
+    /// Efficiency of a known GPU's kernels.
     efficiency: Option<Efficiency>,
 }
 
-/// What computes.
+/// The device.
 #[derive(Clone, Debug)]
 enum Place {
     Cpu,
-    /// A GPU whose figures are known, by the name that the driver or the user gives it.
+    /// A GPU with known figures, by the name that the driver or the user gives it.
     Gpu(String, Gpu),
-    /// Another, of this name if it has one.
+    /// Another GPU, with its name if known.
     UnknownGpu(Option<String>),
 }
 
@@ -94,77 +95,77 @@ impl Place {
     }
 }
 
-/// What the run takes. Bytes are per rank.
+/// A run's requirements. Bytes are per rank.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plan {
     /// Trained parameters.
     pub parameters: i64,
-    /// Layers, slots of a block and auxiliary layers of the draft.
+    /// Layers, block size and number of auxiliary layers of the draft.
     pub shape: [usize; 3],
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: usize,
     /// Means over the sampled rows.
     pub row: RowShape,
-    /// Bytes, part by part.
+    /// Memory by part, bytes.
     pub memory: Memory,
-    /// Sum of the parts, bytes.
+    /// Sum of the parts on the rank's device, bytes.
     pub total_bytes: f64,
-    /// Documents with tokens.
+    /// Number of documents with tokens.
     pub documents: usize,
-    /// Tokens of an epoch, after cutting.
+    /// Tokens per epoch, after cutting.
     pub tokens_per_epoch: u64,
-    /// Packed rows of an epoch.
+    /// Packed rows per epoch.
     pub rows_per_epoch: u64,
-    /// Optimizer steps of an epoch.
+    /// Optimizer steps per epoch.
     pub steps_per_epoch: u64,
     /// Optimizer steps of the run.
     pub steps: u64,
-    /// Bytes of a checkpoint on the disk.
+    /// Size of a checkpoint on disk, bytes.
     pub checkpoint_bytes: i64,
-    /// Checkpoints that the run leaves by default: one an epoch, the last included.
+    /// Number of checkpoints that the run leaves by default: one per epoch, including the last.
     pub checkpoints: u64,
-    /// Useful arithmetic of a step, all ranks.
+    /// Useful arithmetic per step, all ranks.
     pub flops_per_step: f64,
-    /// With --colocate the target's arithmetic of a step, all ranks.
+    /// With --colocate, the target's arithmetic per step, all ranks.
     pub target_flops_per_step: f64,
-    /// What computes.
+    /// The device.
     pub device: String,
-    /// Useful TFLOP/s of a rank that times are for.
+    /// Useful TFLOP/s of a rank that the times are based on.
     pub tflops: Option<f64>,
-    /// Where that figure comes from.
+    /// Source of that figure.
     pub tflops_source: String,
-    /// Seconds of a step that waits for no data; with --colocate the target's pass is in them.
+    /// Seconds of a step that never waits for data; with --colocate, including the target's pass.
     pub step_seconds: Option<f64>,
-    /// The same where a known GPU's products reach less than is hoped for; see the budget.
+    /// The same if a known GPU's matmuls reach only the lower assumed share; see the budget.
     pub slow_step_seconds: Option<f64>,
     /// Seconds of the run.
     pub run_seconds: Option<f64>,
-    /// Seconds of such a slow run.
+    /// Seconds of the run with such slow steps.
     pub slow_run_seconds: Option<f64>,
-    /// Bytes of hidden states of a step, all ranks; they stay where they are with --colocate.
+    /// Bytes of hidden states per step, all ranks; with --colocate they are not transferred.
     pub hidden_bytes_per_step: f64,
-    /// Bytes per second that the servers must deliver to keep that pace.
+    /// Bytes per second that the servers must deliver at that pace.
     pub hidden_bytes_per_second: Option<f64>,
-    /// GPUs of the same model that run the target meanwhile; none with --colocate, for a target that does
-    /// not run here, and where the GPU's figures are not known.
+    /// GPUs of the same model needed to run the target; `None` with --colocate, for a target that
+    /// does not run here, or if the GPU's figures are unknown.
     pub servers: Option<Servers>,
-    /// What a rank's hidden states ask of the machine and the network, at the planned pace.
+    /// Load of a rank's hidden states on machine and network, at the planned pace.
     pub stream: Option<Stream>,
-    /// The sum of a step's gradients over the ranks, on GPUs whose figures are known.
+    /// All-reduce of a step's gradients, on GPUs with known figures.
     pub all_reduce: Option<AllReduce>,
-    /// What a rank's step takes of a GPU whose figures are known, part by part, in bfloat16.
+    /// Time budget of a rank's step in bfloat16 by part, on a GPU with known figures.
     pub budget: Option<Budget>,
-    /// Where a hidden-server has the target: bytes of weights of a process of each stage. Empty with
-    /// --colocate, and for a target that does not run here.
+    /// Weight bytes per process for each stage of the target's server. Empty with --colocate, and
+    /// for a target that does not run here.
     pub server_bytes: Vec<f64>,
-    /// Processes of a stage, which have as much each.
+    /// Processes per stage, each with that many bytes.
     pub server_parts: usize,
-    /// What of the target the draft leaves out, and why.
+    /// Features of the target that the draft omits, and why.
     pub notes: Vec<String>,
 }
 
-/// What a draft of this shape leaves out of its target, and why; nothing where it starts from another
-/// draft.
+/// Features of the target that a draft of this shape omits, and why; none if it starts from
+/// another.
 pub fn draft_notes(target: &TargetFacts, shape: &DraftShape) -> Vec<String> {
     match shape.stored {
         Some(_) => Vec::new(),
@@ -172,7 +173,7 @@ pub fn draft_notes(target: &TargetFacts, shape: &DraftShape) -> Vec<String> {
     }
 }
 
-/// Plans the run of a draft of this `shape` for the target in `target_dir`, of which only config.json
+/// Plans training a draft of this `shape` for the target in `target_dir`, of which only config.json
 /// is read; the mask token does not matter.
 ///
 /// # Errors
@@ -185,7 +186,7 @@ pub fn plan(
     let draft = setup::draft_config(target, shape)?;
     let colocate = settings.hidden_states.colocate;
     let native = match TargetConfig::load(target_dir) {
-        // Another engine has it then.
+        // Another engine runs the target then.
         Err(_) if !colocate && settings.parallel.ranks() == 1 => None,
         native => Some(native?),
     };
@@ -198,7 +199,7 @@ pub fn plan(
     Planned { settings, vocab_size, place, cores, native, efficiency }.plan((target, &draft), notes)
 }
 
-/// What the GPU's kernels reach: measured where a file says so, else assumed.
+/// Efficiency of the GPU's kernels: from a file of measurements if given, otherwise assumed.
 fn efficiency(settings: &PlanSettings, place: &Place) -> Result<Option<Efficiency>, Invalid> {
     match (place, &settings.measured) {
         (Place::Gpu(_, gpu), Some(file)) => Efficiency::of_file(file, gpu).map(Some),
@@ -211,7 +212,7 @@ fn efficiency(settings: &PlanSettings, place: &Place) -> Result<Option<Efficienc
     }
 }
 
-/// A time at the best and at the worst that is taken for possible.
+/// An optimistic and, if it differs, a pessimistic time.
 type Range = (f64, Option<f64>);
 
 impl Planned<'_> {
@@ -290,10 +291,10 @@ impl Planned<'_> {
         if let Place::Gpu(_, gpu) = &self.place { Some(gpu) } else { None }
     }
 
-    /// Seconds of one GPU for the target's pass over a row, at the best and at the worst.
+    /// Seconds of one GPU for the target's pass over a row: optimistic and pessimistic.
     fn pass_seconds(&self, row: &RowShape) -> Option<[f64; 2]> {
         let (gpu, best) = (self.gpu()?, self.efficiency.as_ref()?);
-        // The tensor cores' peak is that of bfloat16.
+        // The tensor cores' peak applies to bfloat16.
         let dtype = self.settings.hidden_states.target_dtype;
         let is_bf16 = target::width(dtype, self.place.is_gpu()) < 4.0;
         let work = (row.target_products, row.target_attention);
@@ -302,8 +303,8 @@ impl Planned<'_> {
             .then(|| [best, &worst].map(|it| it.forward_seconds(work, gpu)))
     }
 
-    /// Seconds of a step: the rows of a rank at its speed, and with --colocate the target's passes over
-    /// them, which a GPU does at a pace of its own.
+    /// Seconds of a step: the rank's rows at its speed, plus with --colocate the target's passes
+    /// over them, which a GPU runs at their own pace.
     fn step_seconds(
         &self,
         row: &RowShape,
@@ -338,7 +339,7 @@ impl Planned<'_> {
         Some(Servers::new(tflop, pass_seconds, (steps, self.settings.ranks())))
     }
 
-    /// Bytes of weights of a process of each stage of the target's server.
+    /// Weight bytes per process for each stage of the target's server.
     fn server_bytes(&self) -> Result<Vec<f64>, Error> {
         let hidden_states = &self.settings.hidden_states;
         let Some(target) = self.native.as_ref().filter(|_| !hidden_states.colocate) else {
@@ -351,12 +352,13 @@ impl Planned<'_> {
         Ok(elements.into_iter().map(|elements| elements * width).collect())
     }
 
-    /// Bytes of a number that the draft computes with.
+    /// Bytes per number in the draft's computation.
     fn width(&self) -> f64 {
         target::width(self.settings.compute.compute_dtype, self.place.is_gpu())
     }
 
-    /// Bytes of a token's hidden states on the wire, bfloat16; the last layer, for the target's distribution, travels too.
+    /// Bytes of a token's hidden states on the wire, in bfloat16, including the last layer if the
+    /// target's distribution needs it.
     fn token_bytes(&self, draft: &DraftConfig) -> f64 {
         let last = draft.num_target_layers.map(|layers| layers as u32);
         let travels = last.is_some_and(|last| draft.target_layer_ids.contains(&last));
@@ -376,7 +378,7 @@ impl Planned<'_> {
         self.width() < 4.0
     }
 
-    /// A rank's step on the largest sampled row.
+    /// The time budget of a rank's step on the largest sampled row.
     fn budget(
         &self,
         (target, draft): (&TargetFacts, &DraftConfig),
@@ -408,7 +410,7 @@ impl Planned<'_> {
         Ok(Some(Budget::new(&shape.record()?, useful, (gpu, efficiency))))
     }
 
-    /// Useful TFLOP/s of a rank and where the figure comes from.
+    /// Useful TFLOP/s of a rank, and the source of the figure.
     fn speed(&self, budget: Option<&Budget>) -> (Option<f64>, String) {
         if let Some(tflops) = self.settings.tflops {
             return (Some(tflops), "as given".into());

@@ -1,4 +1,4 @@
-//! Prefetches rows on a thread of its own while the step computes.
+//! Prefetches rows on a separate thread while the step computes.
 //!
 //! The thread takes loaded rows, does all the work of a batch that needs only the host
 //! ([`Assembler`]: anchors, attention plan, one buffer for the device), and copies each row to the
@@ -6,11 +6,11 @@
 //! ready, one is being written. Errors, the end of the data and stops are delivered in row order.
 //!
 //! This is the only copy between a received body and the step. On a CPU the step reads the buffer
-//! itself. On a GPU the buffer is page-locked and copied on a stream of its own: the step's stream
+//! itself. On a GPU the buffer is page-locked and copied on a separate stream: the step's stream
 //! waits for the copy, and the buffer is reused only once the copy has finished. A buffer that a
-//! tensor still references is never overwritten; one call checks that. Streams are used through
-//! libtorch's generic guard, so CUDA is not linked, and tests substitute copies whose pace they
-//! control.
+//! tensor still references is never overwritten; a single call enforces that. Streams are used
+//! through libtorch's generic guard, so CUDA is not linked, and tests substitute copies whose pace
+//! they control.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -28,14 +28,14 @@ use crate::assembly::{AssembledRow, Assembler, Layout, RowTensors, TrainedRow};
 use crate::batch::Blocks;
 use crate::rows::{LoadedRow, Rows};
 
-/// Buffers that rows are written to in turns.
+/// Number of buffers, used in turn.
 pub(crate) const BUFFERS: usize = 3;
 
-/// Rows that are ready, or soon.
+/// Rows assembled ahead of the step.
 pub(crate) struct Prefetcher {
-    /// Ends with the thread.
+    /// Closed when the thread ends.
     ready: Option<Receiver<DeliveredRow>>,
-    /// A word for each row that was taken: the next may go to the device.
+    /// Signals that a row was taken, so the next one may go to the device.
     taken: Option<Sender<()>>,
     recycle: Sender<Recycled>,
     closer: Arc<AtomicBool>,
@@ -43,34 +43,34 @@ pub(crate) struct Prefetcher {
     counters: Counters,
 }
 
-/// What became of a row, and what its stream had counted when it came.
+/// A row or the reason that there is none, with the stream's counters at that time.
 struct DeliveredRow {
     row: Result<Option<AssembledRow>, Error>,
     counters: Counters,
 }
 
-/// What comes back to the thread.
+/// What is returned to the thread.
 enum Recycled {
     Used(StagedCopy),
-    /// Nobody wants rows any more.
+    /// No more rows are wanted.
     Closed,
 }
 
-/// A row's hold on its buffer: when it is dropped, no tensor of the buffer's memory may be left, and
-/// the next row is written to it.
+/// A row's hold on its buffer. Dropping it returns the buffer for the next row; no tensor in the
+/// buffer's memory may exist then.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    /// Always there until the drop.
+    /// `Some` until dropped.
     staged_copy: Option<StagedCopy>,
     recycle: Sender<Recycled>,
 }
 
-/// What the thread has.
+/// The thread's state.
 struct Work {
     rows: Box<dyn Rows>,
     assembler: Assembler,
     upload: Box<dyn Upload>,
-    /// Buffers that nobody uses.
+    /// Unused buffers.
     free: Vec<HostBuffer>,
     back: Receiver<Recycled>,
     recycle: Sender<Recycled>,
@@ -78,15 +78,15 @@ struct Work {
     ready: Sender<DeliveredRow>,
 }
 
-/// A row on the host.
+/// A row written to host memory.
 struct Written {
     row: AssembledRow,
-    /// What the row will hold a lease on, with its bytes.
+    /// The row's buffer, blocks and layout, if it has a supervised slot.
     trained: Option<(HostBuffer, Blocks, Layout)>,
 }
 
 impl Prefetcher {
-    /// Begins to make `rows` ready with `upload`.
+    /// Starts assembling `rows` ahead, copying them with `upload`.
     pub(crate) fn start(
         rows: Box<dyn Rows>,
         assembler: Assembler,
@@ -109,13 +109,13 @@ impl Prefetcher {
         };
         let thread = thread::Builder::new().name("assembly".into()).spawn(|| work.run());
         let thread = Some(thread.map_err(dflash_hidden_states::Error::Runtime)?);
-        // The first row may go at once.
+        // The first row may go to the device at once.
         let _ = taken.send(());
         let (ready, taken) = (Some(ready), Some(taken));
         Ok(Self { ready, taken, recycle, closer, thread, counters: Counters::default() })
     }
 
-    /// The next row; `None` at the end, and after an error.
+    /// The next row; `None` at the end and after an error.
     pub(crate) fn next(&mut self) -> Result<Option<AssembledRow>, Error> {
         let (Some(ready), Some(taken)) = (&self.ready, &self.taken) else { return Ok(None) };
         let Ok(DeliveredRow { row, counters }) = ready.recv() else {
@@ -123,12 +123,12 @@ impl Prefetcher {
             return ended.unwrap_or(Ok(())).map(|()| None).map_err(|panic| died(&*panic));
         };
         self.counters = counters;
-        // A thread that is done wants no more words.
+        // A finished thread needs no signal.
         let _ = taken.send(());
         row
     }
 
-    /// What the stream had counted when it gave the last row that was taken.
+    /// The stream's counters as of the last row taken.
     pub(crate) fn counters(&self) -> Counters {
         self.counters
     }
@@ -140,7 +140,7 @@ impl Drop for Prefetcher {
         (self.ready, self.taken) = (None, None);
         let _ = self.recycle.send(Recycled::Closed);
         if let Some(thread) = self.thread.take() {
-            // A panic that no row came after has ended the program, or nobody asked for the row.
+            // A panic has either been reported by `next`, or nobody asked for the row.
             let _ = thread.join();
         }
     }
@@ -154,7 +154,7 @@ fn died(panic: &(dyn Any + Send)) -> Error {
 
 impl Work {
     fn run(mut self) {
-        // A buffer first: a row that waits for one has left the window, and nobody would count it.
+        // Get a buffer first: a row waiting for one would have left the window uncounted.
         while let Some(buffer) = self.buffer() {
             let written = contained(|| self.write(buffer?));
             let counters = self.rows.counters();
@@ -169,7 +169,7 @@ impl Work {
         }
     }
 
-    /// Waits for a free buffer whose copy is over; `None` when nobody wants rows any more.
+    /// Waits for a free buffer whose copy has finished; `None` if no more rows are wanted.
     fn buffer(&mut self) -> Option<Result<HostBuffer, Error>> {
         if let Some(buffer) = self.free.pop() {
             return Some(Ok(buffer));
@@ -180,7 +180,7 @@ impl Work {
         }
     }
 
-    /// The next row on the host, `None` at the end.
+    /// Loads and writes the next row; `None` at the end.
     fn write(&mut self, mut buffer: HostBuffer) -> Result<Option<Written>, Error> {
         let Some(loaded) = self.rows.next()? else { return Ok(None) };
         let LoadedRow { row, states, skipped, .. } = &loaded;
@@ -191,7 +191,7 @@ impl Work {
             return Ok(Some(Written { row, trained: None }));
         };
         if buffer.capacity() < layout.bytes() {
-            // Not both at a time.
+            // Free the old one first, so that both never exist at once.
             drop(buffer);
             buffer = self.upload.buffer(layout.bytes())?;
         }
@@ -209,16 +209,15 @@ impl Work {
     }
 }
 
-/// The result of `work`; a panic because memory ran out becomes an error that says so.
+/// Runs `work`, turning an out-of-memory panic into an error.
 fn contained<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    let operation = "make a row ready";
+    let operation = "assemble a row";
     catch_oom(work)
         .unwrap_or_else(|message| Err(dflash_torch_sys::Error::Torch { operation, message }.into()))
 }
 
 impl Lease {
-    /// The row's bytes where they are computed on, uint8; what is asked of the device from now on comes
-    /// after their copy.
+    /// The row's bytes on the computing device, uint8; later work there follows the copy.
     pub(crate) fn tensor(&self) -> Result<Tensor, Error> {
         let staged_copy = self.staged_copy.as_ref().expect("it is there until the drop");
         Ok(staged_copy.tensor()?)
@@ -228,7 +227,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(staged_copy) = self.staged_copy.take() {
-            // A thread that is done needs no buffer.
+            // A finished thread needs no buffer.
             let _ = self.recycle.send(Recycled::Used(staged_copy));
         }
     }

@@ -1,12 +1,14 @@
-//! Whether the states of a source are the target's, proved before the first step.
+//! Verifies before the first step that a source's hidden states are the target's.
 //!
-//! The target's final norm and output projection on the last states of one sample give the target's own
-//! log-probabilities. Where the source reports those (a stock vLLM does), they must agree; where it
-//! reports none, the loss on the sample shows what is wrong with a target that has learnt anything. When
-//! they disagree, other readings of the same states are tried: the one that fits is the cause, by name.
+//! The target's final norm and lm_head, applied to the last states of a sample, give the target's
+//! log-probabilities. If the source reports those (a stock vLLM does), they must agree. If it
+//! reports none, the loss on the sample shows an error, provided the target is trained. On
+//! disagreement, other interpretations of the same states are tried, and the one that fits names
+//! the cause.
 //!
-//! A stock vLLM and other software's files do not say which layers their states are of. The embedding's
-//! output and the last layer's are proved by what they are; the user's word is asked for the rest, once.
+//! A stock vLLM and other software's files do not say which layers their states come from. The
+//! embedding's output and the last layer are verified by content; for the others the user has to
+//! confirm the layers once.
 
 mod cause;
 mod fit;
@@ -30,12 +32,12 @@ use crate::rows::RowSource;
 use cause::Cause;
 use readings::{Found, Sample};
 
-/// What is known of a source's states.
+/// Results of checking a source.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Preflight {
-    /// One for each source that was asked.
+    /// One per server or file checked.
     pub(crate) checks: Vec<SourceCheck>,
-    /// What to say of them.
+    /// Messages about them for the user.
     pub(crate) notes: Vec<String>,
 }
 
@@ -46,7 +48,7 @@ impl Preflight {
 }
 
 impl Prepared<'_> {
-    /// Rank 0 checks the source; all ranks come to the same.
+    /// Rank 0 checks the source and shares the result with all ranks.
     pub(crate) fn check_source(
         &self,
         communicator: &dyn Communicator,
@@ -61,7 +63,7 @@ impl Prepared<'_> {
             Some(Ok(preflight)) => {
                 serde_json::to_vec(preflight).expect("numbers and strings print")
             }
-            // Nobody needs the reason twice.
+            // The reason is reported only by rank 0.
             _ => Vec::new(),
         };
         let told = communicator.all_gather_bytes(&told)?;
@@ -75,7 +77,7 @@ impl Prepared<'_> {
 
     fn preflight(&self, source: &dyn RowSource, head: &TargetIo) -> Result<Preflight, Error> {
         let probes = match source.probes() {
-            // The stream finds the run stopped too, and the ranks end together.
+            // The stream notices the stop too, and then all ranks end together.
             Err(Error::Hidden(dflash_hidden_states::Error::Interrupted)) => {
                 return Ok(Preflight::default());
             }
@@ -85,7 +87,7 @@ impl Prepared<'_> {
         for probe in &probes {
             let second = || {
                 let others = source.second_probes()?;
-                // Of files there is one source; a server is known by its address.
+                // Files are one source; servers are told apart by address.
                 let same = others.iter().find(|other| {
                     other.origin == probe.origin || other.requests == 0 && probe.requests == 0
                 });
@@ -93,7 +95,7 @@ impl Prepared<'_> {
             };
             self.check_embedding(probe, head)?;
             let check = match self.check_probe(probe, head) {
-                // What the source itself reports of its states is no matter of chance.
+                // Reported log-probabilities leave nothing to chance.
                 first if !probe.log_probabilities.is_empty() => first?,
                 first => confirmed(first, second)?,
             };
@@ -112,13 +114,13 @@ impl Prepared<'_> {
         }
     }
 
-    /// Layer 0 of any sample is the embedding's output, and no other is.
+    /// In any sample, layer 0 and no other must be the embedding's output.
     fn check_embedding(&self, probe: &Probe, head: &TargetIo) -> Result<(), Error> {
         let sample = Sample::new(probe, self.last_layer(), head);
         sample.check_embedding().map_err(|cause| refused(probe, &cause))
     }
 
-    /// The layer whose states give the target's logits, where those of any do.
+    /// The layer whose states give the target's logits, if there is one.
     fn last_layer(&self) -> Option<u32> {
         let last = self.target.num_hidden_layers as u32;
         Some(last).filter(|_| self.target.no_last_state.is_none())
@@ -151,7 +153,7 @@ impl Prepared<'_> {
         Ok(check)
     }
 
-    /// The layers that the user vouches for: those that the draft takes and nothing proves.
+    /// The layers that rest on the user's word: the draft uses them, and nothing verifies them.
     fn trusted(&self, check: &SourceCheck) -> Result<Vec<u32>, Error> {
         if check.says_layers {
             return Ok(Vec::new());
@@ -167,7 +169,7 @@ impl Prepared<'_> {
         Err(Error::LayersUnsaid { origin, wanted: self.layer_ids(), ids, proved })
     }
 
-    /// Whether the run that goes on has the user's word already.
+    /// Whether the user already confirmed these layers when the resumed run started.
     fn was_trusted(&self, save_path: &Path, ids: &[u32]) -> bool {
         let earlier = self.resume.as_ref().and_then(|_| RunDir::at(save_path).provenance().ok()?);
         earlier.is_some_and(|run| {
@@ -177,7 +179,7 @@ impl Prepared<'_> {
         })
     }
 
-    /// A token that the source's tokenizer reads otherwise than the target's.
+    /// A token that the source's tokenizer decodes differently from the target's.
     fn other_tokenizer(&self, probe: &Probe) -> Option<Cause> {
         let tokenizer = ChatTokenizer::load(&self.config.target_dir).ok()?;
         let words = probe.log_probabilities.iter().filter_map(|reported| {
@@ -187,7 +189,7 @@ impl Prepared<'_> {
         });
         let words: Vec<_> = words.collect();
         let other = words.iter().filter(|(_, theirs, ours)| theirs != ours);
-        // One may be spelt in another way.
+        // A single one may merely be spelled differently.
         let differ = 2 * other.clone().count() > words.len();
         let (token, theirs, ours) = other.clone().next().filter(|_| differ)?.clone();
         Some(Cause::Tokenizer { token, theirs, ours })
@@ -198,8 +200,8 @@ fn refused(probe: &Probe, cause: &Cause) -> Error {
     Error::OtherStates { origin: probe.origin.clone(), cause: cause.to_string() }
 }
 
-/// What is known of a source of which the first sample says `first`: the loss on one text may speak against
-/// states that are right, so a second sample must say so too.
+/// Accepts a source if the `first` or the `second` sample passes: on a single text the loss may
+/// look wrong for correct states.
 fn confirmed(
     first: Result<SourceCheck, Error>,
     second: impl FnOnce() -> Result<Option<SourceCheck>, Error>,
@@ -212,12 +214,12 @@ fn confirmed(
     }
 }
 
-/// Whether a token is text that every decoder writes alike.
+/// Whether all tokenizers decode a token to this text alike.
 fn is_plain(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|letter| letter.is_ascii_alphanumeric())
 }
 
-/// What a user should know of a check.
+/// Messages for the user about a check.
 fn notes(check: &SourceCheck, head: &TargetIo) -> Vec<String> {
     let SourceCheck { origin, tokens, requests, .. } = check;
     let cost = match requests {
@@ -269,7 +271,7 @@ fn notes(check: &SourceCheck, head: &TargetIo) -> Vec<String> {
     notes
 }
 
-/// Ids as the command line takes them.
+/// Layer ids in command-line form.
 pub(crate) fn listed(ids: &[u32]) -> String {
     match ids {
         [] => "none".to_owned(),

@@ -1,4 +1,4 @@
-//! A run with all that its settings name opened, before anything is written or computed.
+//! Opens everything that a run's settings name, before anything is written or computed.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -21,10 +21,10 @@ use crate::split::Split;
 use crate::warm_start::WarmStart;
 use crate::{Error, checkpoint, machine, plan, same_target, setup};
 
-/// Samples among which a stored one is looked for, to check what is stored.
+/// Number of samples searched for one with stored states, to check those.
 const PROBE_CANDIDATES: usize = 64;
 
-/// A run whose settings make sense. A launcher goes no further; a rank calls [`Self::run`].
+/// A run with validated settings. A launcher stops here; a rank calls [`Self::run`].
 #[derive(Debug)]
 pub struct Prepared<'a> {
     pub(crate) config: &'a TrainConfig,
@@ -32,16 +32,16 @@ pub struct Prepared<'a> {
     pub(crate) identity: TargetIdentity,
     pub(crate) draft: DraftConfig,
     pub(crate) dataset: Arc<Dataset>,
-    /// What is held out of no training.
+    /// A separate validation set.
     pub(crate) validation_data: Option<Arc<Dataset>>,
     pub(crate) split: Split,
-    /// The checkpoint to go on from.
+    /// The checkpoint to resume from.
     pub(crate) resume: Option<Checkpoint>,
     /// The checkpoint whose weights a fresh run starts from.
     pub(crate) warm_start: Option<WarmStart>,
-    /// What is of another target and may be, and what of the target the draft leaves out.
+    /// Messages about allowed mismatches of targets, and about features that the draft omits.
     pub(crate) remarks: Vec<String>,
-    /// Whether the source's last states are behind the final norm, as the check of it found.
+    /// Whether the source's last states are after the final norm, as determined by the preflight.
     pub(crate) states_are_normed: Arc<AtomicBool>,
 }
 
@@ -49,7 +49,7 @@ impl<'a> Prepared<'a> {
     /// Opens target, dataset and checkpoints; prints and writes nothing.
     ///
     /// # Errors
-    /// Mistakes in the settings that show without computing.
+    /// Errors in the settings that can be found without computing.
     pub fn open(config: &'a TrainConfig) -> Result<Self, Error> {
         let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
         check_target_distribution(config, &target)?;
@@ -66,7 +66,7 @@ impl<'a> Prepared<'a> {
         let dataset = Arc::new(Dataset::open(data_path)?);
         let set = settings.validation.validation_data.as_deref();
         let validation_data = set.map(|path| Dataset::open(path).map(Arc::new)).transpose()?;
-        // a slot to learn from has an anchor before it
+        // a supervised slot needs an anchor before it
         if dataset.lengths().iter().all(|&length| length < 2) {
             return Err(Error::NothingToTrain { path: data_path.into() });
         }
@@ -101,20 +101,20 @@ impl<'a> Prepared<'a> {
         })
     }
 
-    /// The target's layer that the target's distribution is read after, where the objective needs it.
+    /// The target layer whose states give the target's distribution, if the objective needs it.
     pub(crate) fn distribution_layer(&self) -> Option<u32> {
         let last = self.target.num_hidden_layers as u32;
         self.config.settings.objective.needs_target_distribution().then_some(last)
     }
 
-    /// What the order of the rows follows from; the samples that are held out take no part.
+    /// What determines the order of rows; held-out samples are excluded.
     pub(crate) fn packing(&self) -> Packing<'_> {
         let rows = &self.config.settings.rows;
         let lengths = self.split.trained_lengths();
         Packing { lengths, total_seq_len: rows.total_seq_len(), seed: rows.seed }
     }
 
-    /// Rows of the dataset, with the hidden states that the settings ask for.
+    /// Rows of the dataset with hidden states from the settings' source.
     pub(crate) fn streamed_rows(&self) -> StreamedRows {
         let total_seq_len = self.config.settings.rows.total_seq_len();
         let candidates = self.probe_candidates();
@@ -126,19 +126,19 @@ impl<'a> Prepared<'a> {
         }
     }
 
-    /// Of how many samples, from the first on, one may be a probe.
+    /// Number of samples, from the first on, that may serve as a probe.
     pub(crate) fn probe_candidates(&self) -> u32 {
         self.dataset.len().min(PROBE_CANDIDATES) as u32
     }
 
-    /// The dataset's samples, for this target.
+    /// The dataset's samples, checked against this target.
     pub(crate) fn samples(&self) -> Arc<dyn Samples> {
         let embedding_rows = self.target.vocab_size;
         let (dataset, behind) = (Arc::clone(&self.dataset), self.validation_data.clone());
         Arc::new(TargetSamples { dataset, behind, embedding_rows })
     }
 
-    /// The target's layers that the run needs, ascending.
+    /// The target layers that the run needs, ascending.
     pub(crate) fn layer_ids(&self) -> Vec<u32> {
         let own = &self.draft.target_layer_ids;
         let target_distribution = self.distribution_layer().filter(|layer| !own.contains(layer));
@@ -150,7 +150,7 @@ impl<'a> Prepared<'a> {
         TargetIo::of(&self.config.target_dir, &self.target, place)
     }
 
-    /// What a stock vLLM's last states are checked with, where they can be.
+    /// The parts of the target used to check a stock vLLM's last states, if possible.
     fn target_logits(&self) -> Option<TargetLogits> {
         let is_last_state = self.target.no_last_state.is_none();
         let (dir, are_normed) = (&self.config.target_dir, &self.states_are_normed);
@@ -162,7 +162,7 @@ impl<'a> Prepared<'a> {
         let layer_ids = self.layer_ids();
         let endpoints = hidden.vllm_endpoint.clone();
         let (startup, deadline) = (hidden.wait_for_server, hidden.server_timeout);
-        // Whoever goes on has had a server, which may be on its way back.
+        // A resumed run has used the server before, which may be restarting.
         let startup = if self.resume.is_some() { startup.max(deadline) } else { startup };
         let retry = RetryPolicy {
             startup: Duration::from_secs(startup),
@@ -212,7 +212,7 @@ fn check_cut(dataset: &Dataset, total_seq_len: usize) -> Result<(), Invalid> {
     Err(Invalid::new("total_seq_len", total_seq_len, expected))
 }
 
-/// Refuses an objective that needs the target's distribution where the last states do not give it.
+/// Refuses an objective that needs the target's distribution if the last states do not give it.
 fn check_target_distribution(config: &TrainConfig, target: &TargetFacts) -> Result<(), Invalid> {
     match target.no_last_state {
         Some(reason) if config.settings.objective.needs_target_distribution() => {

@@ -1,13 +1,12 @@
-//! Values that are read back from the device. All reads of training go through here and are
-//! counted.
+//! Values read back from the device. All reads of training go through here and are counted.
 //!
-//! GPU steps never synchronise with the host. Reading a value makes the host wait until the device
-//! has finished everything queued, and then the device waits for the host. So the loss denominator,
-//! the gradient norm, clipping and the decision to skip a step are tensors; the optimizers and the
+//! GPU steps never synchronise with the host. A read makes the host wait until the device has
+//! finished everything queued, and then the device waits for the host. So the loss denominator, the
+//! gradient norm, clipping and the decision to skip a step are tensors; the optimizers and the
 //! weight average obey a flag among them. A step's results stay on the device until a metric line,
-//! a checkpoint or a validation needs them; then the results of all steps since come in one copy
-//! and are counted one by one, as on a CPU, where each is read at once. Votes and row counts go
-//! over the host, which waits for no device.
+//! a checkpoint or a validation needs them; then the results of all steps since are copied at once
+//! and counted one by one, as on a CPU, where each is read at once. Votes and row counts are
+//! exchanged on the host, which waits for no device.
 
 use std::cell::Cell;
 
@@ -21,17 +20,17 @@ thread_local! {
     static READS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Who decides about a step: whether it moves the weights, and how far.
+/// Who decides whether a step changes the weights, and how far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Control {
     /// The host, which reads the loss's denominator and the gradient's norm in each step.
     Host,
-    /// The device. The host learns later what became of the step.
+    /// The device; the host learns the outcome later.
     Device,
 }
 
 impl Control {
-    /// What suits a draft on `device`.
+    /// The usual choice for a draft on `device`.
     pub(crate) fn of(device: Device) -> Self {
         match device {
             Device::Cuda(_) => Self::Device,
@@ -40,46 +39,46 @@ impl Control {
     }
 }
 
-/// A finished step, of which the host may not know everything yet.
+/// A finished step whose outcome the host may not know yet.
 #[derive(Debug)]
 pub(crate) struct Finished {
     /// Summed over ranks.
     pub(crate) sums: StepSums,
-    /// Of all ranks.
+    /// The ranks' common vote.
     pub(crate) vote: Vote,
     pub(crate) outcome: Outcome,
 }
 
-/// What became of a step.
+/// Outcome of a step.
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// The host knows it.
+    /// Known to the host.
     Known(StepOutcome),
     /// It is still on the device.
     Unread(Unread),
 }
 
-/// What a step left on the device.
+/// A step's results on the device.
 #[derive(Debug)]
 pub(crate) struct Unread {
-    /// The sums of [`Statistics`] and behind them the gradient's norm, float64.
+    /// The sums of [`Statistics`] followed by the gradient norm, float64.
     pub(crate) record: Tensor,
-    /// Names of the head's figures among the sums.
+    /// Names of the head's metrics among the sums.
     pub(crate) metrics: &'static [&'static str],
 }
 
-/// What a step found and did.
+/// Results of a step.
 #[derive(Debug)]
 pub(crate) struct StepOutcome {
     pub(crate) effect: Effect,
-    /// Global norm of the gradient before clipping, as rank 0 finds it.
+    /// Global gradient norm before clipping, as computed by rank 0.
     pub(crate) gradient_norm: f64,
     /// Summed over ranks, on the host.
     pub(crate) statistics: Statistics,
 }
 
 impl StepOutcome {
-    /// From what the device left, read.
+    /// From the device's results, read back.
     fn of(Unread { record, metrics }: &Unread) -> Self {
         let width = record.numel() as i64 - 1;
         let statistics = Statistics::from_sums(record.narrow(0, 0, width), metrics);
@@ -94,7 +93,7 @@ impl StepOutcome {
     }
 }
 
-/// What became of steps, in their order. Those on the device come in one copy.
+/// Reads the outcomes of steps, in order; those on the device in one copy.
 pub(crate) fn read(outcomes: Vec<Outcome>) -> Vec<StepOutcome> {
     let unread: Vec<&Tensor> = outcomes
         .iter()
@@ -129,13 +128,13 @@ pub(crate) fn values(tensor: &Tensor) -> Vec<f64> {
     Vec::try_from(host).expect("one dimension of float64")
 }
 
-/// The value of a tensor that has one.
+/// The value of a one-element tensor.
 pub(crate) fn value(tensor: &Tensor) -> f64 {
     READS.set(READS.get() + 1);
     tensor.double_value(&[])
 }
 
-/// Reads of this thread so far.
+/// Number of reads by this thread so far.
 #[cfg(test)]
 pub(crate) fn count() -> u64 {
     READS.get()
@@ -146,7 +145,7 @@ mod tests {
     use super::*;
 
     fn record(denominator: f64, norm: f64) -> Unread {
-        // loss, denominator, accepted, blocks, one slot right of one, a head's figure of 6 over 4
+        // loss, denominator, accepted, blocks, one slot correct of one, a head's metric of 6 over 4
         let sums = [3.0, denominator, 2.0, 1.0, 1.0, 1.0, 6.0, 4.0, norm];
         Unread { record: Tensor::from_slice(&sums), metrics: &["gain"] }
     }
@@ -179,7 +178,7 @@ mod tests {
         assert!(read(vec![known()]).len() == 1 && count() - before == 1);
     }
 
-    /// The code of a step, without its tests.
+    /// The code of a step, without tests.
     const STEP: [(&str, &str); 11] = [
         ("batch.rs", include_str!("batch.rs")),
         ("master_weights.rs", include_str!("master_weights.rs")),
@@ -203,7 +202,7 @@ mod tests {
         ),
     ];
 
-    /// Calls that wait for the device, because a value or a shape follows from values there.
+    /// Calls that synchronise, because a value or shape depends on values on the device.
     const WAITS: [&str; 9] = [
         ".double_value(",
         ".int64_value(",

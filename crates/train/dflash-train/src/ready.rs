@@ -1,4 +1,4 @@
-//! Rows as the step takes them: made ready ahead of it, or computed in turns with it.
+//! Rows for the step: prefetched, or computed alternately with it.
 
 use dflash_draft::Draft;
 use dflash_hidden_states::Counters;
@@ -12,15 +12,15 @@ use crate::order::PlannedRow;
 use crate::prefetcher::Prefetcher;
 use crate::rows::{ComputedRow, ComputedRows, Loading, RowSource};
 
-/// Rows that are ready, or soon.
+/// A source of rows ready for the step.
 pub(crate) enum ReadyRows {
-    /// They come while the step computes.
+    /// They are prefetched while the step computes.
     Prefetched(Prefetcher),
-    /// They are computed where the step computes, when it asks for them.
+    /// A target on the same device computes them on request.
     InTurns(Box<InTurns>),
 }
 
-/// Rows of a target in this process.
+/// Rows computed by a target in this process.
 pub(crate) struct InTurns {
     rows: Box<dyn ComputedRows>,
     assembler: Assembler,
@@ -28,7 +28,7 @@ pub(crate) struct InTurns {
 }
 
 impl ReadyRows {
-    /// Begins to load `planned` from `source`, for batches of `draft`.
+    /// Starts loading `planned` from `source`, for batches of `draft`.
     pub(crate) fn start(
         source: &dyn RowSource,
         planned: Vec<PlannedRow>,
@@ -43,7 +43,7 @@ impl ReadyRows {
         })
     }
 
-    /// The next row; `None` at the end, and after an error. What it takes is shown by `meter`.
+    /// The next row; `None` at the end and after an error. `meter` shows the wait.
     pub(crate) fn next(&mut self, meter: &Meter) -> Result<Option<AssembledRow>, Error> {
         match self {
             Self::Prefetched(rows) => meter.waiting("waiting for hidden states", || rows.next()),
@@ -51,7 +51,7 @@ impl ReadyRows {
         }
     }
 
-    /// What had been counted when the last row that was taken was made.
+    /// The counters as of the last row taken.
     pub(crate) fn counters(&self) -> Counters {
         match self {
             Self::Prefetched(rows) => rows.counters(),

@@ -24,51 +24,51 @@ use crate::Error;
 use crate::order::PlannedRow;
 use crate::states::ComputedStates;
 
-/// Tokens of a probe: enough that chance does not decide, and a request that costs nothing.
+/// Maximum length of a probe in tokens: enough to be significant, and a cheap request.
 pub(crate) const PROBE_TOKENS: usize = 64;
 
-/// Where samples are read: a dataset, or documents that `plan` makes up.
+/// A source of samples: a dataset, or synthetic documents for `plan`.
 pub(crate) trait Samples: Send + Sync {
     fn sample(&self, index: u32) -> Result<Sample, Error>;
 }
 
-/// Where rows come from: a stream, a target in this process, or the memory of a test.
+/// A source of rows: a stream, a target in this process, or a test's memory.
 pub(crate) trait RowSource {
-    /// Begins to load `planned` in its order.
+    /// Starts loading `planned` in order.
     fn start(&self, planned: Vec<PlannedRow>) -> Result<Loading, Error>;
 
-    /// What brings fetched rows to `device`.
+    /// How fetched rows are copied to `device`.
     fn upload(&self, device: Device) -> Result<Box<dyn Upload>, Error> {
         Ok(upload_to(device)?)
     }
 
-    /// Samples for a check of the source before the first step: of every server one, or one that is
-    /// stored; none where rows do not come from elsewhere.
+    /// Samples for checking the source before the first step: one from every server or one stored;
+    /// empty if rows are not fetched.
     fn probes(&self) -> Result<Vec<Probe>, Error> {
         Ok(Vec::new())
     }
 
-    /// The same of another sample, the most varied of the first ones: what [`Self::probes`] seem to say of the
-    /// source, a text of one word over and over may say of itself.
+    /// The same from another sample, the most varied of the first ones, for when [`Self::probes`]
+    /// fail: a text of one repeated word may be misleading.
     fn second_probes(&self) -> Result<Vec<Probe>, Error> {
         Ok(Vec::new())
     }
 
-    /// The part of the target that the draft borrows, where the source has it as the run takes it.
+    /// The parts of the target that the draft uses, if the source holds them in the run's type.
     fn head(&self) -> Option<TargetIo> {
         None
     }
 }
 
-/// Rows under way, by who works on them.
+/// Rows being loaded.
 pub(crate) enum Loading {
-    /// They come from elsewhere, while the step computes.
+    /// Fetched while the step computes.
     Fetched(Box<dyn Rows>),
-    /// This process computes them, in turns with the step.
+    /// Computed by this process, alternately with the step.
     Computed(Box<dyn ComputedRows>),
 }
 
-/// Rows that a target in this process computes when they are asked for.
+/// Rows that a target in this process computes on request.
 pub(crate) trait ComputedRows {
     /// The next row; `None` at the end.
     fn next(&mut self) -> Result<Option<ComputedRow>, Error>;
@@ -83,66 +83,66 @@ pub(crate) trait Rows: Send {
 
     fn counters(&self) -> Counters;
 
-    /// A flag that makes another thread's wait in [`Self::next`] end with an interruption.
+    /// A flag that makes a pending [`Self::next`] on another thread return an interruption.
     fn closer(&self) -> Arc<AtomicBool>;
 }
 
-/// One row with its hidden states; what was left out is counted.
+/// A row with its hidden states; samples left out are counted.
 #[derive(Debug)]
 pub(crate) struct LoadedRow {
     pub(crate) epoch: u64,
-    /// Of the samples that have hidden states.
+    /// Without the samples that have no hidden states.
     pub(crate) row: PackedRow,
-    /// One for each document of the row.
+    /// One per document of the row.
     pub(crate) states: Vec<HiddenStates>,
     pub(crate) skipped: usize,
 }
 
-/// One row with the states that were computed here.
+/// A row with states computed in this process.
 #[derive(Debug)]
 pub(crate) struct ComputedRow {
     pub(crate) epoch: u64,
-    /// Of the samples that have hidden states.
+    /// Without the samples that have no hidden states.
     pub(crate) row: PackedRow,
     pub(crate) states: ComputedStates,
     pub(crate) skipped: usize,
-    /// What they took.
+    /// Time that the states took.
     pub(crate) target: TargetTime,
 }
 
-/// The time of a target's pass over a row.
+/// Time of a target's pass over a row.
 #[derive(Debug)]
 pub(crate) struct TargetTime {
-    /// Of the device.
+    /// Time on the device.
     pub(crate) device: Interval,
-    /// Of this process, which on a GPU only asks for it.
+    /// Time on the host, which on a GPU only launches the work.
     pub(crate) host: Duration,
 }
 
-/// A dataset's samples, all of whose tokens the target knows.
+/// A dataset's samples, checked to contain only the target's tokens.
 #[derive(Debug)]
 pub(crate) struct TargetSamples {
     pub(crate) dataset: Arc<Dataset>,
-    /// Whose samples are numbered behind the dataset's.
+    /// A second dataset, whose samples are numbered after the first's.
     pub(crate) behind: Option<Arc<Dataset>>,
     /// Rows of the target's embedding.
     pub(crate) embedding_rows: i64,
 }
 
-/// Rows of samples whose hidden states a stream brings.
+/// Rows whose hidden states are fetched by a stream.
 #[derive(Clone)]
 pub(crate) struct StreamedRows {
     pub(crate) samples: Arc<dyn Samples>,
     pub(crate) total_seq_len: usize,
     pub(crate) stream: StreamConfig,
-    /// The samples, from the first on, of which one may be a probe.
+    /// Number of samples, from the first on, that may serve as a probe.
     pub(crate) candidates: u32,
 }
 
-/// A stream under way; `None` where the run was told to stop before a server was ready.
+/// An active stream; `None` if the run was stopped before a server was ready.
 struct Streaming(Option<Stream<(u64, PackedRow), Error>>);
 
-/// Reads the samples of a row and lays them end to end.
+/// Reads the samples of a row and concatenates them.
 pub(crate) fn pack(
     samples: &dyn Samples,
     row: &[u32],
@@ -203,7 +203,7 @@ impl RowSource for StreamedRows {
     }
 
     fn probes(&self) -> Result<Vec<Probe>, Error> {
-        // Most sources have the first.
+        // Most sources have the first sample.
         for candidates in [self.candidates.min(1), self.candidates] {
             let samples: Vec<u32> = (0..candidates).collect();
             let probes = self.probes_of(&samples)?;
@@ -221,7 +221,7 @@ impl RowSource for StreamedRows {
 }
 
 impl StreamedRows {
-    /// Probes of the first of `samples` that a source has.
+    /// A probe from each source for the first of `samples` that it has.
     fn probes_of(&self, samples: &[u32]) -> Result<Vec<Probe>, Error> {
         let requests = samples.iter().map(|&sample| {
             let mut input_ids = self.samples.sample(sample)?.input_ids;
@@ -234,8 +234,8 @@ impl StreamedRows {
     }
 }
 
-/// The samples after the first and below `candidates`, those with the most different tokens among the first
-/// `length` before the others.
+/// The samples after the first and below `candidates`, ordered by the number of different tokens
+/// among their first `length`, most first.
 pub(crate) fn by_variety(
     samples: &dyn Samples,
     candidates: u32,
@@ -251,7 +251,7 @@ pub(crate) fn by_variety(
     Ok(counted.into_iter().map(|(_, index)| index).collect())
 }
 
-/// What the server is asked for: the documents of a row as it was packed.
+/// The requests for a row: its documents as packed.
 fn requests(row: &PackedRow) -> Vec<Request> {
     let documents = row.documents().zip(&row.samples);
     documents
@@ -264,7 +264,7 @@ fn requests(row: &PackedRow) -> Vec<Request> {
 
 impl Rows for Streaming {
     fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
-        // The ranks hear of it in the step, and end together.
+        // The step reports the interruption to the ranks, and they end together.
         let Some(stream) = &mut self.0 else {
             return Err(dflash_hidden_states::Error::Interrupted.into());
         };

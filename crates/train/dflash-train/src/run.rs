@@ -1,4 +1,4 @@
-//! One worker's life, from a prepared run to its last checkpoint.
+//! Runs one worker, from a prepared run to its last checkpoint.
 
 mod divergence;
 mod health;
@@ -36,27 +36,27 @@ use crate::{Error, checkpoint, machine, schedule, setup};
 use health::Health;
 use worker::Worker;
 
-/// How long a file of another node is waited for. NFS looks again after three seconds or more, but only
-/// where it has looked before.
+/// How long to wait for a file of another node. NFS revalidates after three seconds or more, but
+/// only names that it has looked up before.
 const FILE_SYSTEM_PATIENCE: Duration = Duration::from_secs(4);
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The last checkpoint; `None` where the run was stopped before anything was trained.
+    /// The last checkpoint; `None` if the run was stopped before anything was trained.
     pub checkpoint: Option<PathBuf>,
     /// Optimizer steps taken.
     pub step: u64,
-    /// Whether the schedule was completed; false when the run was told to stop.
+    /// Whether the schedule was completed; false if the run was told to stop.
     pub completed: bool,
 }
 
 impl Prepared<'_> {
-    /// Trains as the rank that `env` describes; `probe` measures acceptance where the settings'
-    /// validation asks for it.
+    /// Trains as the rank that `env` describes; `probe` measures acceptance if the validation
+    /// settings ask for it.
     ///
     /// # Errors
-    /// A server or a rank that is gone, a full disk, data that cannot be trained on.
+    /// A lost server or rank, a full disk, data that cannot be trained on.
     pub fn run(
         &self,
         env: &WorkerEnv,
@@ -81,7 +81,7 @@ impl Prepared<'_> {
         self.train((&*communicator, device, control), &*source, probe)
     }
 
-    /// Where this rank's rows come from.
+    /// The source of this rank's rows.
     fn source(
         &self,
         (communicator, place): (&dyn Communicator, (Device, Kind)),
@@ -91,12 +91,12 @@ impl Prepared<'_> {
             return Ok(Box::new(self.streamed_rows()));
         }
         let asking = Asking { config: self.config, rank: communicator.rank() };
-        let doing = || "while loading the target beside the draft".to_owned();
+        let doing = || "while loading the target".to_owned();
         let load = || ColocatedRows::load(self, place, (asking, local_rank));
         Ok(Box::new(asking.contain(doing, load)?))
     }
 
-    /// Trains on the rows of `source` as a rank that has joined the others.
+    /// Trains on the rows of `source`, after joining the other ranks.
     pub(crate) fn train(
         &self,
         (communicator, device, control): (&dyn Communicator, (Device, Kind), Control),
@@ -202,14 +202,15 @@ impl Prepared<'_> {
                 saved: self.resume.as_ref().map(|checkpoint| checkpoint.step),
                 validation,
             };
-            // What a step asks for is contained in the step.
+            // Out-of-memory failures inside a step are handled there.
             let doing = || "while summing gradients, moving weights or saving".to_owned();
             asking.contain(doing, || worker.train(&mut rows))
         })
     }
 
-    /// Refuses ranks that would resume different checkpoints, as on nodes without a shared file system:
-    /// they would train different drafts. Those of one step of two runs differ in their checksums.
+    /// Refuses ranks that would resume different checkpoints, as on nodes without a shared file
+    /// system: they would train different drafts. Checkpoints of the same step of different runs
+    /// differ in their checksums.
     fn check_agreement(&self, communicator: &dyn Communicator) -> Result<(), Error> {
         let own = self.resume.as_ref().map_or_else(|| "no checkpoint".to_owned(), described);
         let all = communicator.all_gather_bytes(own.as_bytes())?;
@@ -219,8 +220,7 @@ impl Prepared<'_> {
         Err(Error::RanksDisagree { rank, path, found, expected })
     }
 
-    /// What to say where ranks do not see what rank 0 writes: it shows in no other way until the run is
-    /// to be resumed.
+    /// A warning if ranks do not see what rank 0 writes, which otherwise shows only on resuming.
     fn directory_note(
         &self,
         communicator: &dyn Communicator,
@@ -264,7 +264,7 @@ impl Prepared<'_> {
         })
     }
 
-    /// What decides what the run computes: the settings, and what they come to here.
+    /// Everything that determines the run's results: the settings and what follows from them here.
     fn facts(
         &self,
         communicator: &dyn Communicator,
@@ -296,19 +296,19 @@ impl Prepared<'_> {
         Ok(recorded(settings).into_iter().chain(known).collect())
     }
 
-    /// What the draft to start from is, whatever its path.
+    /// Digests of the starting draft, regardless of its path.
     pub(crate) fn origin_digests(&self) -> Result<Option<String>, Error> {
         let dir = self.config.pretrained_dir.as_deref();
         Ok(dir.map(|dir| TargetIdentity::read(dir, "")).transpose()?.map(|draft| draft.digests()))
     }
 
-    /// What the user says of the target, on one line.
+    /// The user's description of the target, on one line.
     fn described_target(&self) -> Option<String> {
         let described = self.config.described_target.as_ref()?;
         Some(serde_json::to_string(described).expect("names and numbers print"))
     }
 
-    /// Where a fresh run begins.
+    /// The start position of a fresh run.
     fn start(&self, settings: BTreeMap<String, String>) -> Result<Position, Error> {
         let config = &self.config.settings;
         let optimizer = OptimizerConfig::from(&config.optimizer);
@@ -327,7 +327,7 @@ impl Prepared<'_> {
         })
     }
 
-    /// All epochs; with a bound on steps alone, as many as it needs.
+    /// All epochs, or if only steps are limited, as many as those need.
     fn length(&self, position: &Position, ranks: u64) -> Length {
         let rows = &self.config.settings.rows;
         if let Some(epochs) = rows.whole_epochs() {
@@ -338,7 +338,7 @@ impl Prepared<'_> {
         Length::Rows(remaining.saturating_add(position.rows))
     }
 
-    /// Steps of the whole schedule: those done, and what the remaining rows give.
+    /// Steps of the whole schedule: those taken plus those that the remaining rows give.
     fn total_steps(&self, order: &RowOrder, position: &Position, ranks: u64) -> u64 {
         let remaining = order.rows().saturating_sub(position.rows);
         let rows = &self.config.settings.rows;
@@ -348,15 +348,16 @@ impl Prepared<'_> {
     }
 }
 
-/// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one, and with
-/// what the run began from.
+/// The start position of a resumed run: the `stored` position with the settings of the `current`
+/// one, except the starting draft's.
 fn go_on(mut stored: Position, current: Position) -> Position {
     let mut settings = current.settings;
     for key in [ORIGIN, ORIGIN_DIGESTS] {
         settings.remove(key);
         settings.extend(stored.settings.remove_entry(key));
     }
-    // Losses of another kind tell nothing, and who goes on from a diverged state gives it another chance.
+    // Reset the loss history if the loss changed or the state had diverged: resuming a diverged
+    // state means giving it another chance.
     let is_diverged = std::mem::take(&mut stored.diverged);
     if is_diverged || stored.settings.get("loss") != settings.get("loss") {
         (stored.first_loss, stored.highest_loss) = (None, None);
@@ -368,15 +369,15 @@ fn go_on(mut stored: Position, current: Position) -> Position {
     Position { settings, ..stored }
 }
 
-/// A checkpoint as ranks compare it: its step, and which tensors it holds. One whose state cannot be
-/// read is refused when it is restored.
+/// Identifies a checkpoint for comparison between ranks: its step and the checksum of its tensors.
+/// An unreadable state is refused later, when it is restored.
 fn described(checkpoint: &Checkpoint) -> String {
     let checksum = State::load(&checkpoint.dir).ok().and_then(|state| state.tensors_crc32);
     let checksum = checksum.map_or_else(String::new, |sum| format!(" (checksum {sum:08x})"));
     format!("step {}{checksum}", checkpoint.step)
 }
 
-/// Whether rank 0's `mark` is seen in `run`, for which a network file system gets a moment.
+/// Whether rank 0's `mark` becomes visible in `run`; network file systems take a moment.
 fn sees_in_time(run: &RunDir, mark: &[u8]) -> bool {
     let begun = Instant::now();
     while !run.is_claimed_as(mark) {
@@ -388,7 +389,7 @@ fn sees_in_time(run: &RunDir, mark: &[u8]) -> bool {
     true
 }
 
-/// `outcome`, of which the launcher hears where a restart would ask for as much memory.
+/// Tells the launcher if `outcome` is out of memory, since a restart would need as much.
 fn announced<T>(communicator: &dyn Communicator, outcome: Result<T, Error>) -> Result<T, Error> {
     if let Err(Error::OutOfMemory { .. }) = &outcome {
         communicator.announce_permanent_failure();
@@ -396,10 +397,12 @@ fn announced<T>(communicator: &dyn Communicator, outcome: Result<T, Error>) -> R
     outcome
 }
 
-/// What is said of checkpoints that were moved aside.
+/// Message about checkpoints that were moved aside.
 fn aside_note((steps, aside): (Vec<u64>, PathBuf)) -> String {
     let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
     let noun = if steps.len() == 1 { "the checkpoint of step" } else { "the checkpoints of steps" };
     let (steps, aside) = (steps.join(", "), aside.display());
-    format!("{noun} {steps} and the lines are now in {aside}; remove it when nobody needs it")
+    format!(
+        "{noun} {steps} and the lines are now in {aside}; remove it when it is no longer needed"
+    )
 }

@@ -1,4 +1,4 @@
-//! Whether what a run brings together is of one target.
+//! Checks that everything a run combines belongs to the same target.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use dflash_target::{TargetFacts, TargetIo};
 
 use crate::Error;
 
-/// Refuses a checkpoint of a run for another target. Those of earlier releases do not say; what a
-/// draft takes from its target is compared later.
+/// Refuses a checkpoint of a run for another target. Those of earlier releases do not record it;
+/// the properties that a draft takes from its target are compared later.
 pub(crate) fn check_resumed(checkpoint: &Checkpoint, target: &TargetIdentity) -> Result<(), Error> {
     let state = State::load(&checkpoint.dir).map_err(|error| checkpoint.clone().damaged(error))?;
     match state.position.target {
@@ -25,8 +25,8 @@ pub(crate) fn check_resumed(checkpoint: &Checkpoint, target: &TargetIdentity) ->
     }
 }
 
-/// Refuses data of another tokenizer or chat template. Nothing else of a target is in the samples:
-/// models of a family share them, and the data; that is said.
+/// Refuses data of another tokenizer or chat template. Samples depend on nothing else of a target:
+/// models of a family can share data, which is reported.
 pub(crate) fn check_dataset(
     dataset: &Dataset,
     target_dir: &Path,
@@ -46,8 +46,7 @@ pub(crate) fn check_dataset(
     }))
 }
 
-/// Says that the draft to start from was made for another target, which is a fine thing to start
-/// from where both have a common origin.
+/// A note if the starting draft was made for another target, which may have a common origin.
 pub(crate) fn check_pretrained(
     dir: &Path,
     target: &TargetIdentity,
@@ -58,8 +57,8 @@ pub(crate) fn check_pretrained(
     }))
 }
 
-/// What a stock vLLM is checked with; `are_normed` says whether its last states turned out to be behind
-/// the final norm.
+/// The parts of the target for checking a stock vLLM; `are_normed` returns whether its last states
+/// turned out to be after the final norm.
 pub(crate) fn logits(
     target_dir: &Path,
     target: &TargetFacts,

@@ -1,4 +1,4 @@
-//! Learning-rate schedules: a multiplier of the peak rate for each step.
+//! Learning-rate schedules: the factor by which the peak rate is multiplied in each step.
 
 use dflash_run::SchedulePosition;
 use dflash_settings::{OptimizerSettings, SchedulerType, Warmup};
@@ -10,20 +10,20 @@ pub struct Schedule {
     pub kind: SchedulerType,
     /// Length of the warm-up.
     pub warmup: Warmup,
-    /// Share of all steps that decay, for wsd.
+    /// Share of all steps used for the decay, for wsd.
     pub decay_ratio: f64,
-    /// Multiplier at the end, as a share of the peak.
+    /// Factor at the end.
     pub minimum: f64,
 }
 
 impl Schedule {
-    /// Multiplier at `step` of `total`: 0 at step 0 of a warm-up, 1 at its end, the minimum at
-    /// `total`. For cosine and linear it is the one of Transformers' schedules.
+    /// Factor at `step` of `total`: 0 at the start of a warm-up, 1 at its end, the minimum at
+    /// `total`. Cosine and linear match Transformers' schedules.
     pub fn multiplier(&self, step: u64, total: u64) -> f64 {
         self.at(step as f64, total)
     }
 
-    /// The same between two steps.
+    /// The same for a fractional step.
     fn at(&self, step: f64, total: u64) -> f64 {
         let warmup = self.warmup.steps(total);
         if step < warmup as f64 {
@@ -35,7 +35,7 @@ impl Schedule {
             SchedulerType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             SchedulerType::Linear => 1.0 - progress,
             SchedulerType::Wsd => {
-                // a long warm-up leaves less to the decay
+                // a long warm-up shortens the decay
                 let length = (self.decay_ratio * total as f64).clamp(1.0, span);
                 decay(step, total, length)
             }
@@ -49,13 +49,13 @@ impl Schedule {
         self.warmup.steps(total + 1) <= total
     }
 
-    /// Multiplier of the `step`-th optimizer step (from 0) of `total`. The schedule's ends, where the
-    /// rate is 0, fall before the first and after the last step: no step is wasted.
+    /// Factor of the `step`-th optimizer step (from 0) of `total`. The schedule's ends, where the
+    /// rate may be 0, lie before the first and after the last step, so no step is wasted.
     pub fn of_step(&self, step: u64, total: u64) -> f64 {
         self.multiplier(step + 1, total + 1)
     }
 
-    /// The same of a run whose length may have changed on the way.
+    /// The same for a run whose length may have changed.
     pub(crate) fn of_stretched(&self, step: u64, position: &SchedulePosition) -> f64 {
         self.at(reached(position, step + 1), position.planned + 1)
     }
@@ -66,9 +66,9 @@ pub(crate) fn planned(total: u64) -> SchedulePosition {
     SchedulePosition { planned: total, total, since: 0, at: 0.0 }
 }
 
-/// The schedule of a run that has taken `step` steps and is now to take `total`. What is left of the
-/// schedule is stretched or pressed together over the steps that are left, so that the rate goes
-/// on from where it is, and ends where it was to end.
+/// The schedule of a run that has taken `step` steps and now ends at `total`. The rest of the
+/// schedule is stretched or compressed over the remaining steps, so that the rate continues from
+/// its present value and ends where it was planned to.
 pub(crate) fn stretched(position: SchedulePosition, step: u64, total: u64) -> SchedulePosition {
     if position.total == total {
         return position;
@@ -76,8 +76,8 @@ pub(crate) fn stretched(position: SchedulePosition, step: u64, total: u64) -> Sc
     SchedulePosition { total, since: step, at: reached(&position, step), ..position }
 }
 
-/// How far the schedule is at `step`, in the steps that it was planned over: from `since` on evenly,
-/// so that the last step is followed by the schedule's end.
+/// The schedule's progress at `step`, in originally planned steps: linear from `since`, so that the
+/// schedule's end follows the last step.
 fn reached(position: &SchedulePosition, step: u64) -> f64 {
     let SchedulePosition { planned, total, since, at } = *position;
     let left = (total + 1).saturating_sub(since).max(1) as f64;
@@ -154,7 +154,7 @@ mod tests {
         }
     }
 
-    /// The largest change between two steps of a run that is lengthened or shortened, twice.
+    /// The largest change between two steps of a run whose length changes twice.
     fn largest_jump(kind: SchedulerType, [first, second]: [(u64, u64); 2]) -> f64 {
         let schedule = schedule(kind);
         let (once, last) = (stretched(planned(100), first.0, first.1), second.1);
@@ -167,7 +167,7 @@ mod tests {
             })
             .collect();
         assert!(kind == SchedulerType::None || rates[last as usize - 1] < 0.3, "{kind:?}");
-        // the warm-up is over after ten steps; from then on no rate rises
+        // the warm-up ends after ten steps; from then on the rate never rises
         assert!(rates[10..].is_sorted_by(|a, b| a >= b), "{kind:?} {rates:?}");
         rates.windows(2).map(|pair| (pair[1] - pair[0]).abs()).skip(10).fold(0.0, f64::max)
     }

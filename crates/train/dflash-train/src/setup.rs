@@ -1,4 +1,4 @@
-//! From settings to a trainer: the draft's shape, its weights, its vocabulary, its objective.
+//! Builds a trainer from the settings: the draft's shape, weights, vocabulary, objective.
 
 use std::path::Path;
 
@@ -23,11 +23,11 @@ use crate::prepared::Prepared;
 use crate::shards::Shards;
 use crate::trainer::Trainer;
 
-/// Standard deviation of fresh matrices, Hugging Face's default for the Qwen family.
+/// Standard deviation of fresh matrices: Hugging Face's default for the Qwen family.
 const INITIALIZER_RANGE: f64 = 0.02;
 
-/// The draft's configuration: the user's settings, and dimensions of the draft to start from or else
-/// those that the target gives.
+/// The draft's configuration: the user's settings, with the remaining dimensions taken from the
+/// starting draft or else from the target.
 pub(crate) fn draft_config(
     target: &TargetFacts,
     settings: &DraftShape,
@@ -70,8 +70,8 @@ pub(crate) fn draft_config(
     })
 }
 
-/// The kinds of the draft's layers: those of the draft to start from while the window is its own, and
-/// of what it has no more of its last one's; else all of one kind.
+/// The draft's layer kinds: those of the starting draft if the window is unchanged, repeating its
+/// last one for additional layers; otherwise all alike.
 fn layers(settings: &DraftShape) -> Vec<LayerKind> {
     let usual = match settings.sliding_window {
         Some(_) => LayerKind::Sliding,
@@ -84,7 +84,7 @@ fn layers(settings: &DraftShape) -> Vec<LayerKind> {
     (0..settings.num_layers).map(kind).collect()
 }
 
-/// Builds the trainer of a fresh run on the target's `head`, at `place` (rank, world size).
+/// Builds the trainer of a fresh run using the target's `head`, at `place` (rank, world size).
 pub(crate) fn trainer(
     prepared: &Prepared<'_>,
     head: TargetIo,
@@ -97,7 +97,7 @@ pub(crate) fn trainer(
     let anchors = anchors(&config.settings.rows);
     let batches = BatchMaker::new(head, anchors, vocabulary, prepared.distribution_layer());
     let fresh = match prepared.resume {
-        // the checkpoint fills it
+        // filled from the checkpoint
         Some(_) => Draft::zeros(prepared.draft.clone(), device),
         None => fresh(prepared.draft.clone(), config.settings.rows.seed, device),
     };
@@ -115,7 +115,7 @@ pub(crate) fn trainer(
     Ok(trainer)
 }
 
-/// How a run draws its anchors.
+/// A run's settings for drawing anchors.
 pub(crate) fn anchors(rows: &RowSettings) -> AnchorOptions {
     AnchorOptions {
         per_document: rows.anchors_per_sequence,
@@ -125,7 +125,7 @@ pub(crate) fn anchors(rows: &RowSettings) -> AnchorOptions {
     }
 }
 
-/// A fresh draft of float32 parameters; the same for the same seed whatever the device.
+/// A fresh draft with float32 parameters; the same seed gives the same draft on every device.
 pub(crate) fn fresh(config: DraftConfig, seed: u64, device: Device) -> Draft {
     tch::manual_seed(seed as i64);
     Draft::init(config, device, |shape| {
@@ -133,8 +133,8 @@ pub(crate) fn fresh(config: DraftConfig, seed: u64, device: Device) -> Draft {
     })
 }
 
-/// Bytes of one chunk of logits where `mib` are asked for. By default they follow the device, on a GPU
-/// by what is free now: once the draft and its optimizer are there.
+/// Bytes of one chunk of logits: `mib` if given. The default depends on the device; on a GPU on the
+/// memory now free, so call it after the draft and its optimizer exist.
 pub(crate) fn chunk_bytes(mib: Option<usize>, device: Device) -> Result<usize, Error> {
     let free = match device {
         Device::Cuda(_) if trace::is_fake_cuda() => Some(u64::MAX),
@@ -144,7 +144,7 @@ pub(crate) fn chunk_bytes(mib: Option<usize>, device: Device) -> Result<usize, E
     Ok(loss_chunk_bytes(mib, free))
 }
 
-/// The share of the state that each rank holds.
+/// How the state is divided among the ranks.
 fn shards(
     (splits, optimizer): (bool, &OptimizerConfig),
     layout: &DraftLayout,
@@ -180,8 +180,8 @@ pub(crate) fn objective(
     }
 }
 
-/// The pruned vocabulary, or `None` where it is the target's own: that of the resumed or pretrained
-/// draft, unless another size is asked for. The dataset is opened only where it decides.
+/// The reduced vocabulary, or `None` for the target's own: that of the resumed or starting draft,
+/// unless another size is requested. The dataset is only read if it decides.
 pub(crate) fn vocabulary(
     config: &TrainConfig,
     resumed_dir: Option<&Path>,
@@ -214,7 +214,7 @@ pub(crate) fn vocabulary(
     }
 }
 
-/// The tokens that the dataset supervises most, as many as are asked for.
+/// The requested number of tokens that are most often supervised in the dataset.
 fn selected_vocabulary(
     config: &TrainConfig,
     dataset: Option<&Dataset>,

@@ -1,5 +1,4 @@
-//! Which rank holds which share of the flat buffer of master weights and optimizer state (ZeRO
-//! stage 1).
+//! Divides the flat buffer of master weights and optimizer state among ranks (ZeRO stage 1).
 //!
 //! Shares are contiguous, ascending and together cover the whole buffer. A run that does not split
 //! its state has one share, and every rank has a copy of it. Exchanges go in pieces of bounded
@@ -8,7 +7,7 @@
 //! Gradients are all-reduced whole even when the state is split, not reduce-scattered: the
 //! all-reduce overlaps the backward pass bucket by bucket, the global norm is available, and a
 //! split run gives the same numbers as an unsplit one. Rank 0 computes the norm and broadcasts it,
-//! because other thread counts change the last bits and all ranks must clip alike.
+//! because different thread counts change the last bits and all ranks must clip alike.
 
 use std::ops::Range;
 
@@ -20,13 +19,13 @@ use tch::{Device, Tensor};
 use crate::Error;
 use crate::optimizer::Groups;
 
-/// Elements per rank of one exchange: some 16 MiB, far above a collective's fixed cost.
+/// Elements per rank in one exchange: about 16 MiB, far above a collective's fixed cost.
 const PIECE: i64 = 4 << 20;
 
 /// Shares of equal length begin at multiples of this many elements, a cache line of float32.
 const ALIGNMENT: i64 = 16;
 
-/// The shares of all ranks, and which is this rank's.
+/// The shares of all ranks, and the index of this rank's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shards {
     ranges: Vec<Range<i64>>,
@@ -39,7 +38,7 @@ impl Shards {
         Self { ranges: std::iter::once(0..elements).collect(), own: 0 }
     }
 
-    /// Shares of equal length, wherever that cuts.
+    /// Shares of equal length, cut anywhere.
     pub(crate) fn even(elements: i64, (rank, world_size): (usize, usize)) -> Self {
         let ranks = world_size as i64;
         let lines = (elements + ALIGNMENT - 1) / ALIGNMENT;
@@ -47,7 +46,7 @@ impl Shards {
         Self { ranges: (0..ranks).map(|rank| bound(rank)..bound(rank + 1)).collect(), own: rank }
     }
 
-    /// Shares of whole parameters, as equal as these allow.
+    /// Shares of whole parameters, as equal as possible.
     pub(crate) fn by_parameter(layout: &DraftLayout, (rank, world_size): (usize, usize)) -> Self {
         let elements = layout.elements();
         let offsets = layout.parameters().iter().map(|parameter| parameter.offset);
@@ -65,13 +64,13 @@ impl Shards {
         self.ranges[self.own].clone()
     }
 
-    /// This rank's share of a flat buffer, a view.
+    /// A view of this rank's share of a flat buffer.
     pub(crate) fn view(&self, flat: &Tensor) -> Tensor {
         let own = self.own();
         flat.narrow(0, own.start, own.end - own.start)
     }
 
-    /// The shares of a buffer that holds only the norms, one after the other.
+    /// The shares of a buffer that holds only the norms, concatenated.
     pub(crate) fn of_norms(&self, layout: &DraftLayout) -> Self {
         let mut end = 0;
         let norms = |range| {
@@ -92,7 +91,7 @@ impl Shards {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Fills the other ranks' shares of `flat`, in which this rank's is final. All ranks call it.
+    /// Fills the other ranks' shares of `flat`; this rank's share must be final. All ranks call it.
     pub(crate) fn fill(&self, communicator: &dyn Communicator, flat: &Tensor) -> Result<(), Error> {
         if !self.is_split() {
             return Ok(());
@@ -121,8 +120,8 @@ impl Shards {
         Ok(())
     }
 
-    /// Hands all ranks' shares, from the first element to the last, to `take`; this rank brings `own`.
-    /// Each piece goes from its owner to all, so that a rank needs memory for one and no more. All
+    /// Passes all ranks' shares, from the first element to the last, to `take`; `own` is this
+    /// rank's share. Each piece is broadcast by its owner, so a rank needs memory for only one. All
     /// ranks call it.
     pub(crate) fn stream(
         &self,
@@ -151,7 +150,7 @@ impl Shards {
     }
 }
 
-/// Where pieces of `share` are exchanged.
+/// The device on which pieces of `share` are exchanged.
 fn device_of(share: &Tensor, communicator: &dyn Communicator) -> Device {
     let device = share.device();
     if communicator.takes(device) { device } else { Device::Cpu }

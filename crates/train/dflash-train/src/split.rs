@@ -1,8 +1,8 @@
-//! Which samples are trained on and which are held out.
+//! Divides samples into trained and held-out ones.
 //!
-//! A share is held out of the end of each source that the data were prepared from: the end of the whole
-//! would be the last source alone, and name the checkpoint that is best for that. Samples of a set of its
-//! own (`--validation-data`) are numbered behind those of the data.
+//! A share is held out from the end of each source that the data were prepared from: the end of the
+//! whole would be the last source only, and select the checkpoint that is best for that. Samples of
+//! a separate set (`--validation-data`) are numbered after those of the data.
 
 use dflash_data::{Dataset, split_index};
 use dflash_run::{Checkpoint, State};
@@ -12,30 +12,30 @@ use serde_json::Value;
 use crate::Error;
 use crate::order::PlannedRow;
 
-/// The key under which a run records that a share of each source is held out.
+/// Key under which a run records how its validation share is held out.
 pub(crate) const HELD_OUT: &str = "held_out";
-/// The record's value.
+/// Value for a share of each source.
 pub(crate) const EACH_SOURCE: &str = "each source";
 
-/// The samples of a run, by their numbers, ascending.
+/// The samples of a run by number, ascending.
 #[derive(Debug)]
 pub(crate) struct Split {
     trained: Vec<u32>,
     held_out: Vec<u32>,
-    /// Tokens of those that are trained on.
+    /// Lengths in tokens of the trained samples.
     trained_lengths: Vec<u32>,
-    /// Tokens of all, those of a validation set behind the data's.
+    /// Lengths of all samples, followed by those of a validation set.
     lengths: Vec<u32>,
-    /// Samples held out of each source, by its name, where there are several.
+    /// Number of samples held out from each source, by name, if there are several.
     by_source: Vec<(String, usize)>,
 }
 
 impl Split {
-    /// Divides the samples of `dataset` and of the validation `set` as the settings say; a run that goes
-    /// on divides them as it began.
+    /// Divides the samples of `dataset` and of the validation `set` according to the settings; a
+    /// resumed run divides them as it began.
     ///
     /// # Errors
-    /// Nothing is left on one side.
+    /// One side would be empty.
     pub(crate) fn new(
         dataset: &Dataset,
         set: Option<&Dataset>,
@@ -77,12 +77,12 @@ impl Split {
         })
     }
 
-    /// Tokens of the samples that are trained on, in their order: what packing numbers from 0.
+    /// Lengths of the trained samples, in order; packing numbers these samples from 0.
     pub(crate) fn trained_lengths(&self) -> &[u32] {
         &self.trained_lengths
     }
 
-    /// Tokens of all samples.
+    /// Lengths of all samples in tokens.
     pub(crate) fn lengths(&self) -> &[u32] {
         &self.lengths
     }
@@ -91,19 +91,20 @@ impl Split {
         &self.held_out
     }
 
-    /// Whether a share of each of several sources is held out.
+    /// Whether shares are held out from several sources.
     pub(crate) fn is_by_source(&self) -> bool {
         !self.by_source.is_empty()
     }
 
-    /// Gives planned rows, whose samples are numbered among those that are trained on, their own numbers.
+    /// Converts sample numbers of planned rows from positions in the trained samples to dataset
+    /// numbers.
     pub(crate) fn number(&self, planned: &mut [PlannedRow]) {
         for sample in planned.iter_mut().flat_map(|row| &mut row.samples) {
             *sample = self.trained[*sample as usize];
         }
     }
 
-    /// What is held out of which source, where there are several.
+    /// A note on how many samples are held out from which source, if there are several.
     pub(crate) fn note(&self) -> Option<String> {
         let part = |(name, rows): &(String, usize)| format!("{rows} of {name}");
         let parts: Vec<String> = self.by_source.iter().map(part).collect();
@@ -111,14 +112,14 @@ impl Split {
     }
 }
 
-/// Whether the run that goes on holds out the end of its whole data, as earlier releases did.
+/// Whether the resumed run holds out the end of the whole data, as earlier releases did.
 fn ended_as_a_whole(resume: Option<&Checkpoint>) -> bool {
     let state = resume.and_then(|checkpoint| State::load(&checkpoint.dir).ok());
     state.is_some_and(|state| !state.position.settings.contains_key(HELD_OUT))
 }
 
-/// The sources that the data were prepared from and the samples of each, in their order; `None` where that
-/// is not recorded, as of data that were shuffled, or says something else than the data.
+/// The sources that the data were prepared from, in order, with their numbers of samples; `None` if
+/// they are not recorded, for example because the data were shuffled, or do not match the data.
 fn sources(dataset: &Dataset) -> Result<Option<Vec<(String, usize)>>, Error> {
     let Some(preparation) = dataset.preparation()? else { return Ok(None) };
     let recorded = preparation["sources"].as_array().map(Vec::as_slice).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! One rank's model, gradients and optimizer, and what a step does with them.
+//! One rank's model, gradients and optimizer, and the training step.
 
 use dflash_dist::{Communicator, Pending};
 use dflash_draft::objective::{HeadPass, Objective, Statistics};
@@ -16,13 +16,13 @@ use crate::optimizer::{StepGate, gradient_norm};
 use crate::readback::{self, Control, Finished, Outcome, StepOutcome, Unread};
 use crate::vote::{Vote, add_up};
 
-/// Keeps a loss finite whose weights underflow.
+/// Keeps a loss finite if its weights underflow.
 const LEAST_DIVISOR: f64 = 1e-12;
 
-/// Keeps the clipping factor finite (PyTorch's constant).
+/// Keeps the clipping factor finite (PyTorch's value).
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// Everything a rank trains with.
+/// Everything that a rank trains with.
 #[derive(Debug)]
 pub(crate) struct Trainer {
     pub(crate) draft: Draft,
@@ -31,13 +31,13 @@ pub(crate) struct Trainer {
     pub(crate) batches: BatchMaker,
     /// What the forward pass keeps for the backward pass.
     pub(crate) keep: Keep,
-    /// Who decides about a step.
+    /// Who decides about a step: host or device.
     pub(crate) control: Control,
     pub(crate) gradient: Tensor,
     gradient_views: DraftViews,
 }
 
-/// What a rank adds to a step besides gradients; summed over ranks.
+/// A rank's contribution to a step other than gradients; summed over ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct StepSums {
     /// Tokens of the packed rows.
@@ -46,26 +46,26 @@ pub(crate) struct StepSums {
     pub(crate) samples: f64,
     /// Samples left out.
     pub(crate) skipped: f64,
-    /// Arithmetic that the rows needed.
+    /// Arithmetic that the rows required.
     pub(crate) flops: f64,
-    /// What the streams have counted so far, also between the steps: they fetch ahead.
+    /// Counts of the streams since the process started; they fetch ahead, so also between steps.
     pub(crate) stream: StreamCounters,
 }
 
-/// What a step did to the parameters.
+/// Effect of a step on the parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// It moved them.
+    /// They changed.
     Moved,
-    /// Nothing: loss or gradient is not finite.
+    /// None: loss or gradient is not finite.
     NotFinite,
-    /// Nothing: no rank had a slot to learn from.
+    /// None: no rank had a supervised slot.
     Empty,
-    /// Nothing: the ranks voted it void.
+    /// None: the ranks voted it void.
     Void,
 }
 
-/// A step under way: gradients and counts of the micro-batches so far.
+/// A step in progress: gradients and counts of the micro-batches so far.
 pub(crate) struct Step<'a> {
     trainer: &'a mut Trainer,
     communicator: &'a dyn Communicator,
@@ -92,7 +92,7 @@ impl Trainer {
         Step { trainer: self, communicator, statistics, slots: 0.0, reductions: Vec::new() }
     }
 
-    /// The figures of `draft` on one row, without gradients; `None` when there is nothing to learn.
+    /// Statistics of `draft` on one row, without gradients; `None` without a supervised slot.
     pub(crate) fn validate(
         &self,
         draft: &Draft,
@@ -108,7 +108,7 @@ impl Trainer {
         Ok(Some(output.statistics))
     }
 
-    /// Forward and backward of one batch; gradients of the loss numerator are added up.
+    /// Forward and backward pass of one batch; accumulates gradients of the loss numerator.
     fn accumulate(&mut self, batch: &Batch, finished: &mut dyn FnMut(usize)) -> Statistics {
         let (hidden_nh, saved) = self.draft.forward_keeping(&batch.input, self.keep);
         let pass = HeadPass {
@@ -127,21 +127,21 @@ impl Trainer {
 }
 
 impl Step<'_> {
-    /// What the step trains.
+    /// The trainer.
     pub(crate) fn trainer(&self) -> &Trainer {
         self.trainer
     }
 
-    /// Turns a row into a batch for this step's draft.
+    /// Builds a batch from a row.
     pub(crate) fn batch(&self, row: TrainedRow) -> Result<Batch, Error> {
         self.trainer.batches.make(&self.trainer.draft, row)
     }
 
-    /// Adds a micro-batch; `None` has nothing to learn from. With `last` each part of the gradient
-    /// is summed over the ranks as soon as the backward pass is done with it.
+    /// Adds a micro-batch; `None` if it has no supervised slot. With `last`, each bucket of the
+    /// gradient is all-reduced as soon as the backward pass has finished it.
     ///
-    /// The inner error is the allocator's message, where the batch got no memory. The other ranks are
-    /// in the middle of their sums, so this one brings its part to all of them: the step must be void.
+    /// The inner error is the allocator's message if memory ran out. The other ranks are then in
+    /// the middle of their all-reduces, so this rank joins all of them, and the step must be void.
     pub(crate) fn add(
         &mut self,
         batch: Option<Batch>,
@@ -169,7 +169,7 @@ impl Step<'_> {
         sums.failure.map_or(Ok(added), |error| Err(error.into()))
     }
 
-    /// Sums over the ranks, divides, clips and moves the parameters by `rate`.
+    /// Sums over the ranks, divides, clips and updates the parameters at learning rate `rate`.
     pub(crate) fn finish(
         mut self,
         (mut sums, vote): (StepSums, Vote),
@@ -177,8 +177,7 @@ impl Step<'_> {
     ) -> Result<Finished, Error> {
         let _part = trace::part("optimizer");
         let control = self.trainer.control;
-        // On the host and with a timeout, so that a rank that hangs is found before the GPU waits
-        // for it.
+        // On the host, with a timeout that detects a hanging rank before the GPU waits for it.
         let StepSums { tokens, samples, skipped, flops, stream } = &mut sums;
         let mut counts = stream.counts().map(|count| *count as f64);
         let own = [tokens, samples, skipped, flops, &mut self.slots];
@@ -205,23 +204,23 @@ impl Step<'_> {
         Ok(Finished { sums, vote, outcome })
     }
 
-    /// The outcome of a step that the host ends before the device looks at it.
+    /// The outcome of a step that the host ends without consulting the device.
     fn unmoved(&self, effect: Effect, gradient_norm: f64) -> Outcome {
         let statistics = no_statistics(&self.trainer.draft, Device::Cpu);
         Outcome::Known(StepOutcome { effect, gradient_norm, statistics })
     }
 
-    /// Moves the parameters, unless denominator or norm forbid it.
+    /// Updates the parameters, unless the denominator is 0 or the norm is not finite.
     fn decide(mut self, (rate, max_norm): (f64, f64)) -> Result<StepOutcome, Error> {
         let (effect, gradient_norm) = match readback::value(&self.statistics.denominator()) {
-            // momentum and decay would move what nothing was learned about
+            // momentum and weight decay would change parameters without data
             0.0 => (Effect::Empty, 0.0),
             denominator => self.apply(denominator, (rate, max_norm))?,
         };
         Ok(StepOutcome { effect, gradient_norm, statistics: self.statistics })
     }
 
-    /// Moves the parameters along the summed gradient; returns its norm too.
+    /// Updates the parameters with the summed gradient; also returns its norm.
     fn apply(
         &mut self,
         denominator: f64,
@@ -233,7 +232,7 @@ impl Step<'_> {
         let divisor = if divisor < LEAST_DIVISOR { LEAST_DIVISOR } else { divisor };
         let own = readback::value(&gradient_norm(&trainer.gradient)) / divisor;
         let norm = of_rank_0(own, *communicator)?;
-        // The norm follows from all sums: they are as good as the group is now.
+        // The norm depends on all ranks' sums, so it is valid only if the group is.
         communicator.check()?;
         if !norm.is_finite() {
             return Ok((Effect::NotFinite, norm));
@@ -245,7 +244,8 @@ impl Step<'_> {
         Ok((Effect::Moved, norm))
     }
 
-    /// The same by the device, which nobody waits for; what it finds is for [`Outcome::Unread`].
+    /// The same decided by the device, without waiting for it; returns the record for
+    /// [`Outcome::Unread`].
     fn let_device_decide(mut self, (rate, max_norm): (f64, f64)) -> Result<Tensor, Error> {
         let communicator = self.communicator;
         exchange(communicator, self.statistics.sums_mut(), |sums| {
@@ -258,7 +258,7 @@ impl Step<'_> {
         let own = gradient_norm(&trainer.gradient).to_kind(Kind::Double).view([1]);
         let mut norm = own / &divisor;
         exchange(communicator, &mut norm, |norm| communicator.broadcast(norm, 0))?;
-        // As far as the host knows: the reader asks again, once it has seen a value.
+        // This covers failures known so far; the reader checks again once it has seen a value.
         communicator.check()?;
         let clip = ((&norm + CLIP_EPSILON).reciprocal() * max_norm).clamp_max(1.0);
         let skip = norm.isfinite().logical_not().logical_or(&denominator.eq(0.0));
@@ -269,12 +269,12 @@ impl Step<'_> {
     }
 }
 
-/// Sums over no rows of `draft`, on `device`.
+/// Empty statistics for `draft`, on `device`.
 pub(crate) fn no_statistics(draft: &Draft, device: Device) -> Statistics {
     Statistics::zero(draft.config().block_size, draft.head().metrics(), device)
 }
 
-/// Does `collective` with `tensor`, on the host where the communicator does not take it as it is.
+/// Runs `collective` on `tensor`, via the host if the communicator does not accept its device.
 fn exchange(
     communicator: &dyn Communicator,
     tensor: &mut Tensor,
@@ -289,23 +289,22 @@ fn exchange(
     Ok(())
 }
 
-/// Rank 0's `value`. Equal gradients have norms that differ in their last bits where another number
-/// of threads adds them up, and then ranks would clip, or refuse, differently.
+/// Rank 0's `value`. With different thread counts, equal gradients have norms that differ in the
+/// last bits, and ranks would clip or refuse differently.
 fn of_rank_0(value: f64, communicator: &dyn Communicator) -> Result<f64, Error> {
     let mut value = Tensor::from_slice(&[value]);
     communicator.broadcast(&mut value, 0)?;
     Ok(readback::value(&value))
 }
 
-/// The sums of a gradient over the ranks, begun part by part in the order of the backward pass, which
-/// is from the last to the first.
+/// All-reduces of a gradient, started bucket by bucket in backward order, last to first.
 struct GradientSums<'a> {
     communicator: &'a dyn Communicator,
     gradient: Tensor,
-    /// Offset and elements of each part.
+    /// Offset and length of each bucket.
     buckets: Vec<(i64, i64)>,
     reductions: Vec<Reduction>,
-    /// After it no sum is begun.
+    /// After a failure no more sums are started.
     failure: Option<dflash_dist::Error>,
 }
 
@@ -334,10 +333,10 @@ impl<'a> GradientSums<'a> {
     }
 }
 
-/// A part of the gradient being summed over the ranks.
+/// An all-reduce in progress on one bucket.
 struct Reduction {
     pending: Box<dyn Pending>,
-    /// (on the device, on the host) where the collective works on host memory only.
+    /// (device tensor, host copy) if the collective works on host memory only.
     staged: Option<(Tensor, Tensor)>,
 }
 

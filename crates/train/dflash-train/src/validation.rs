@@ -27,25 +27,24 @@ use crate::rows::RowSource;
 use crate::trainer::{Trainer, no_statistics};
 use crate::vote::{Halt, Vote, add_up};
 
-/// The epoch that validation rows draw their anchors as; those of training count from 0.
+/// The epoch with which validation rows draw their anchors; training epochs count from 0.
 const FIXED_DRAW: u64 = u64::MAX;
 
-/// Measures the real acceptance of a draft on one rank's share of held-out prompts; `None` when it
-/// was told to stop.
+/// Measures a draft's acceptance on one rank's share of held-out prompts; `None` if stopped.
 pub type AcceptanceProbe<'a> =
     &'a mut dyn FnMut(&LoadedDraft, Share) -> Result<Option<Acceptance>, ProbeError>;
 
-/// Whatever stopped a probe.
+/// Any error of a probe.
 pub type ProbeError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Which prompts are one rank's: `rank`, `rank + ranks`, ...
+/// The prompts of one rank: `rank`, `rank + ranks`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// From 0.
+    /// Rank, 0-based.
     pub rank: usize,
-    /// All of them.
+    /// Number of ranks.
     pub ranks: usize,
-    /// Where the rank shows how far it is.
+    /// Where the rank shows its progress.
     pub show: Show,
 }
 
@@ -56,9 +55,9 @@ pub(crate) struct Validation<'a, 'p> {
     asking: Asking<'a>,
     /// This rank's held-out rows.
     rows: Vec<PlannedRow>,
-    /// Of all ranks.
+    /// Number of held-out rows of all ranks.
     all_rows: usize,
-    /// Where this rank shows how far it is.
+    /// Where this rank shows its progress.
     show: Show,
     source: &'a dyn RowSource,
     probe: Option<AcceptanceProbe<'p>>,
@@ -103,8 +102,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         Ok(Some(Self { every, asking, rows, all_rows, show, source, probe, run, last }))
     }
 
-    /// Whether a validation follows `step`, the last of which is `total`, and has not been done; `saves` says
-    /// whether a checkpoint does.
+    /// Whether a validation is due after `step` of `total`; `saves`: a checkpoint is written there.
     pub(crate) fn is_due(&self, (step, saves): (u64, bool), total: u64) -> bool {
         let wanted = self.every.map_or(saves, |every| step.is_multiple_of(every)) || step == total;
         wanted && step > 0 && self.last != Some(step)
@@ -114,7 +112,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         self.probe.is_some()
     }
 
-    /// What is about to happen after `step`.
+    /// Message that a validation starts after `step`.
     pub(crate) fn announcement(&self, step: u64) -> String {
         let rows = format!("{} held-out rows", self.all_rows);
         let on = match (self.all_rows, self.measures()) {
@@ -125,7 +123,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         format!("step {step}: validating on {on}")
     }
 
-    /// Validates the draft as it is now.
+    /// Validates the current draft.
     pub(crate) fn run(
         &mut self,
         step: u64,
@@ -172,7 +170,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         Ok(HeldOutRows { figures: figures(report), blocks, skipped_samples })
     }
 
-    /// Adds the figures of this rank's rows.
+    /// Adds the statistics of this rank's rows.
     fn own_rows(
         &self,
         (trainer, draft): (&Trainer, &Draft),
@@ -196,12 +194,12 @@ impl<'a, 'p> Validation<'a, 'p> {
     }
 }
 
-/// What a rank does that finds no memory here.
+/// Describes this activity for out-of-memory errors.
 fn doing() -> String {
     "while validating".to_owned()
 }
 
-/// Lets all ranks decode their share of the prompts.
+/// Makes all ranks decode their share of the prompts.
 fn measured(
     probe: &mut AcceptanceProbe<'_>,
     served: &LoadedDraft,
@@ -220,7 +218,7 @@ fn measured(
     };
     let Acceptance { reached, responses, mut length_sum } = counts;
     let mut responses = responses as f64;
-    // A rank without answers has as many slots.
+    // A rank without answers still contributes as many slots.
     let mut steps = vec![0.0; proposals + 1];
     steps.iter_mut().zip(reached).for_each(|(sum, count)| *sum = count as f64);
     let mut sums: Vec<_> = steps.iter_mut().chain([&mut responses, &mut length_sum]).collect();
@@ -231,7 +229,7 @@ fn measured(
     Ok(HeldOutPrompts { figures, responses })
 }
 
-/// The step of the last line, as rank 0 finds it: another rank's view may be older.
+/// The step of the last line as seen by rank 0, since another rank's view may be stale.
 fn agreed_last_step(run: &RunDir, communicator: &dyn Communicator) -> Result<Option<u64>, Error> {
     let mut own = Vec::new();
     if communicator.rank() == 0

@@ -1,5 +1,5 @@
-//! What ranks tell each other about a step or a validation: a vote on how it went, and counts to
-//! sum. Both travel in one collective.
+//! What ranks exchange about a step or a validation: a vote on how it went, and counts to sum. Both
+//! travel in one collective.
 //!
 //! The votes are: continue, save, stop after this step, void because stopped, void because failed.
 //! The strongest vote decides for all ranks. A rank that cannot get its rows therefore still takes
@@ -11,33 +11,33 @@ use tch::{Device, Tensor};
 
 use crate::Error;
 
-/// What a rank has to say. The strongest vote decides for all; later variants are stronger.
+/// A rank's vote. The strongest one decides for all; later variants are stronger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Vote {
-    /// The step counts, and the run goes on.
+    /// The step counts, and the run continues.
     #[default]
     Continue,
-    /// It was asked to save: the step counts, all save, and the run goes on.
+    /// The rank was asked to save: the step counts, all ranks save, and the run continues.
     Save,
-    /// It was told to stop: the step counts, then the run ends.
+    /// The rank was told to stop: the step counts, then the run ends.
     Stop,
-    /// It was told to stop before it had its rows: the step is void, and the run ends.
+    /// The rank was told to stop before it had its rows: the step is void, and the run ends.
     Abandon,
-    /// It cannot get its rows: the step is void, and the run fails.
+    /// The rank cannot get its rows: the step is void, and the run fails.
     Fail,
 }
 
-/// The votes that are counted; a rank without one of them votes [`Vote::Continue`].
+/// The votes that are transmitted; a rank that casts none of them votes [`Vote::Continue`].
 const COUNTED: [Vote; 4] = [Vote::Save, Vote::Stop, Vote::Abandon, Vote::Fail];
 
-/// Why a run ends before its schedule does.
+/// Why a run ends before its schedule.
 #[derive(Debug)]
 pub(crate) enum Halt {
     /// A rank was told to stop.
     Stopped,
-    /// The ranks agree that one of them failed: this one, for the reason given, or another.
+    /// The ranks agree that one of them failed: this one, with its error, or another.
     Failed(Option<Error>),
-    /// This rank alone knows; the others will find out that it is gone.
+    /// Only this rank knows; the others will notice that it is gone.
     Broken(Error),
 }
 
@@ -48,7 +48,7 @@ impl<E: Into<Error>> From<E> for Halt {
 }
 
 impl Vote {
-    /// The vote of a rank that met `error` on its way to its rows or prompts.
+    /// The vote of a rank that met `error` while getting its rows or prompts.
     pub(crate) fn of(error: &Error) -> Self {
         if error.is_interruption() { Self::Abandon } else { Self::Fail }
     }
@@ -57,7 +57,7 @@ impl Vote {
         self >= Self::Abandon
     }
 
-    /// What the ranks' common vote means for one that met the error `own`.
+    /// What the ranks' common vote means for a rank with the error `own`.
     pub(crate) fn settle(self, own: Option<Error>) -> Result<(), Halt> {
         match self {
             Self::Continue | Self::Save | Self::Stop => Ok(()),
@@ -67,8 +67,8 @@ impl Vote {
     }
 }
 
-/// Adds up `numbers` and, in front of them, a float64 `vector` over all ranks; returns their common
-/// vote. The vector comes back on the host, so that reading it waits for no device.
+/// Sums `numbers` and a float64 `vector` over all ranks; returns their common vote. The vector
+/// comes back on the host, so that reading it waits for no device.
 pub(crate) fn add_up(
     communicator: &dyn Communicator,
     vote: Vote,

@@ -1,9 +1,9 @@
-//! Starting from another draft's weights.
+//! Starts training from another draft's weights.
 //!
-//! The checkpoint may be in z-lab's or speculators' layout, or one of our own, whose float32 weights
-//! are taken where they are beside it. Widths, heads and the rotary base must agree: they say which
-//! target a draft belongs to. Layers, block size, mask token and auxiliary layers may differ; the user
-//! is told what that means.
+//! The checkpoint may be in z-lab's or speculators' layout, or one of our own, whose float32
+//! weights are used if present. Hidden size, heads and the rotary base must match, because they tie
+//! a draft to its target. Layers, block size, mask token and auxiliary layers may differ; the user
+//! is told the consequences.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use crate::Error;
 use crate::checkpoint::MASTER_WEIGHTS;
 use crate::master_weights::AVERAGE;
 
-/// A checkpoint that fits the draft to be trained.
+/// A checkpoint that is compatible with the draft to be trained.
 #[derive(Debug)]
 pub(crate) struct WarmStart {
     dir: PathBuf,
@@ -28,12 +28,12 @@ pub(crate) struct WarmStart {
 }
 
 impl WarmStart {
-    /// Reads the checkpoint's configuration and compares it with that of the draft `wanted`.
+    /// Reads the checkpoint's configuration and compares it with the draft `wanted`.
     pub(crate) fn open(dir: &Path, wanted: &DraftConfig) -> Result<Self, Error> {
         let stored = DraftConfig::load(dir).map_err(dflash_tensor::Error::from)?;
         check_head(&stored)?;
         let facts = |draft: &DraftConfig| {
-            // not every layout says how deep its target is
+            // not every layout records the target's depth
             let target_layers = draft.num_target_layers.or(wanted.num_target_layers);
             [
                 ("hidden_size", draft.hidden_size.to_string()),
@@ -55,7 +55,7 @@ impl WarmStart {
         Ok(Self { dir: dir.into(), stored, wanted: wanted.clone() })
     }
 
-    /// What the run starts from and what the differences mean, a line each.
+    /// One line each on what the run starts from and on the consequences of every difference.
     pub(crate) fn notes(&self) -> Vec<String> {
         let (stored, wanted) = (&self.stored, &self.wanted);
         let (had, has) = (stored.layers.len(), wanted.layers.len());
@@ -118,7 +118,7 @@ impl WarmStart {
         self.dir.join(Checkpoint::TENSORS)
     }
 
-    /// Copies every parameter that both drafts have, in the same shape, into `draft`, whose buffer is float32.
+    /// Copies the parameters that both drafts have in the same shape into `draft`, in float32.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
         let layout = DraftLayout::new(&self.stored);
         let read = self.reader(layout.elements())?;
@@ -142,8 +142,8 @@ impl WarmStart {
         Ok(())
     }
 
-    /// Refuses float32 weights that are not what was written, as a resumed run does. Checkpoints of earlier
-    /// releases have no checksum.
+    /// Refuses float32 weights that do not match their checksum, like a resumed run. Checkpoints of
+    /// earlier releases have none.
     fn check_sum(&self, file: &TensorFile) -> Result<(), Error> {
         let state = State::load(&self.dir).ok();
         let Some(expected) = state.and_then(|state| state.tensors_crc32) else { return Ok(()) };
@@ -153,7 +153,7 @@ impl WarmStart {
         }
     }
 
-    /// What reads a stored parameter into a tensor of the same shape.
+    /// A function that reads a stored parameter into a tensor of the same shape.
     fn reader(&self, elements: i64) -> Result<Reader, Error> {
         let path = self.master_weights();
         if !path.is_file() {
@@ -162,7 +162,7 @@ impl WarmStart {
         }
         let file = TensorFile::open(&path)?;
         self.check_sum(&file)?;
-        // a checkpoint is what it serves: its averaged weights, where it has them
+        // use the weights that the checkpoint serves: averaged ones, if it has them
         let averaged = file.names().iter().any(|name| name == AVERAGE);
         let name = if averaged { AVERAGE } else { MASTER_WEIGHTS };
         file.check_shape(name, &[elements])?;

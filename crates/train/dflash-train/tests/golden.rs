@@ -1,5 +1,4 @@
-//! Schedules, AdamW and Muon against reference vectors, over every case there is; the optimizers on
-//! both paths.
+//! Schedules, AdamW and Muon against all reference vectors; the optimizers on both paths.
 
 use dflash_draft::{Parameter, ParameterSpec};
 use dflash_golden::{Case, rule_trials};
@@ -44,7 +43,7 @@ fn schedule(Case { value: case, .. }: &Case) {
     }
 }
 
-/// Steps from the weights and gradients that the Muon case holds too.
+/// Steps with the weights and gradients of the Muon case.
 fn adamw(Case { value: case, file, .. }: &Case) {
     let number = |key: &str| case[key].as_f64().unwrap();
     let adamw = AdamWConfig {
@@ -58,7 +57,7 @@ fn adamw(Case { value: case, file, .. }: &Case) {
     follow(config, (source("w0"), source("grads")), case, 2e-7);
 }
 
-/// Newton-Schulz runs in bfloat16 on both sides, which is what the tolerance allows for.
+/// Both sides run Newton-Schulz in bfloat16, which the tolerance allows for.
 fn muon(Case { value: case, .. }: &Case) {
     let number = |key: &str| case[key].as_f64().unwrap();
     let muon = MuonConfig {
@@ -83,7 +82,7 @@ fn matrix(shape: [i64; 2]) -> Parameter {
     Parameter { spec: ParameterSpec::matrix("weight", shape, 0.0), offset: 0 }
 }
 
-/// Takes the steps of a case on all paths and compares the weights after each.
+/// Runs a case's steps on all paths and compares the weights after each.
 fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Value, close: f64) {
     let rows = w0.as_array().unwrap().len() as i64;
     let gradients = gradients.as_array().unwrap();
@@ -105,7 +104,7 @@ fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Val
     on_device(config, (w0, gradients), case, close);
 }
 
-/// As a GPU takes them: gradients come as sums and are divided, and a step that is not finite is skipped.
+/// As on a GPU: gradients arrive as sums and are divided, and a non-finite step is skipped.
 fn on_device(
     config: OptimizerConfig,
     (w0, gradients): (&Value, &[Value]),

@@ -1,32 +1,33 @@
-//! How the rows of a block are used: which of them predict, and which token.
+//! Shape of a block: which of its rows predict, and which tokens.
 
-/// The rows that a draft runs for one block: the anchor's, and one for each mask token behind it.
+/// The rows that a draft runs per block: the anchor's, and one per mask token after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockShape {
-    /// Rows, the anchor's included.
+    /// Number of rows, including the anchor's.
     pub rows: usize,
-    /// First row that predicts a token. With 1 a row predicts the token at its own position and the
-    /// anchor's row is not used; with 0 each row predicts the token behind its position.
+    /// First row that predicts a token. With 1, a row predicts the token at its own position and
+    /// the anchor's row is not used; with 0, each row predicts the next token.
     pub first_predicting: usize,
 }
 
 impl BlockShape {
-    /// `rows` of which all but the anchor's predict the token at their own position: DFlash's.
+    /// DFlash's shape: all of `rows` rows except the anchor's predict the token at their own
+    /// position.
     pub const fn fill_in(rows: usize) -> Self {
         Self { rows, first_predicting: 1 }
     }
 
-    /// Tokens that a block proposes.
+    /// Number of tokens that a block proposes.
     pub const fn proposals(&self) -> usize {
         self.rows - self.first_predicting
     }
 
-    /// Mask tokens of a block.
+    /// Number of mask tokens in a block.
     pub const fn masks(&self) -> usize {
         self.rows - 1
     }
 
-    /// How far behind the anchor the token lies that the first row would predict: 0 is the anchor itself.
+    /// Distance from the anchor of the token predicted by the first row; 0 is the anchor itself.
     pub const fn shift(&self) -> usize {
         1 - self.first_predicting
     }

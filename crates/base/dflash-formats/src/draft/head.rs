@@ -1,8 +1,9 @@
-//! What a draft's `config.json` says of its head.
+//! A draft's head in its `config.json`.
 //!
-//! DFlash's own head needs no words. Of another the file names the kind, and the keys that this kind
-//! reads: an object under `head`, beside the block size. The draft's architecture is then named after the
-//! kind too, so that an engine that does not know it refuses the draft instead of serving half of it.
+//! DFlash's own head needs no entry. For another head the file has its type and that type's keys:
+//! an object under `head`, next to the block size. The draft's architecture is then also named
+//! after the type, so that an engine that does not support it rejects the draft instead of serving
+//! it without the head.
 
 use serde_json::{Map, Value, json};
 
@@ -13,17 +14,17 @@ use crate::fields::Fields;
 /// DFlash's head: the target's LM head, unchanged.
 pub(super) const PLAIN: &str = "dflash";
 
-/// Where `dflash_config` describes another head.
+/// Key of another head in `dflash_config`.
 pub(super) const KEY: &str = "head";
 
-/// A head as it is written: which kind it is, and that kind's own keys.
+/// A head as stored: its type, and that type's keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadFields {
-    /// The name of its kind.
+    /// Name of its type.
     pub kind: String,
-    /// Whether the anchor's row predicts a token too.
+    /// Whether the anchor's row also predicts a token.
     pub sample_from_anchor: bool,
-    /// What else the kind needs to know.
+    /// Keys of the type.
     pub keys: Map<String, Value>,
 }
 
@@ -34,17 +35,17 @@ impl Default for HeadFields {
 }
 
 impl HeadFields {
-    /// Whether this is DFlash's own head, which engines serve.
+    /// Whether this is DFlash's own head, which engines support.
     pub fn is_plain(&self) -> bool {
         self.kind == PLAIN
     }
 
-    /// How a block of `rows` is used.
+    /// Shape of a block with `rows` rows.
     pub(super) fn block(&self, rows: usize) -> BlockShape {
         BlockShape { rows, first_predicting: usize::from(!self.sample_from_anchor) }
     }
 
-    /// The head that `dflash`, the drafter's own part of a configuration, describes.
+    /// Reads the head from `dflash`, the drafter-specific part of a configuration.
     pub(super) fn read(dflash: &Fields) -> Result<Self> {
         let Some(fields) = dflash.object(KEY)? else { return Ok(Self::default()) };
         let kind = fields.required("kind", Fields::text)?;
@@ -54,7 +55,7 @@ impl HeadFields {
         Ok(Self { kind, sample_from_anchor, keys })
     }
 
-    /// Adds what [`Self::read`] finds to the configuration `config` of z-lab's form.
+    /// Adds the entry that [`Self::read`] reads to the configuration `config` in z-lab's form.
     pub(super) fn write(&self, config: &mut Value) {
         if *self == Self::default() {
             return;

@@ -1,39 +1,39 @@
-//! What the files of any drafter say of it, as far as they do: also of drafters that we do not run.
+//! Basic facts of any drafter's files, including drafters that we do not run.
 
 use crate::fields::Fields;
 use crate::gguf::{GgufFile, Value};
 
 use super::{ARCHITECTURE, BlockShape, Form, HeadFields, Layout};
 
-/// What the files say; `None` where they do not, or not in a form that we read.
+/// Facts in the files; `None` if absent or in an unknown form.
 #[allow(missing_docs, reason = "as in `DraftConfig`")]
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Outline {
     pub layout: Layout,
     pub block_size: Option<i64>,
-    /// Layers of the draft.
+    /// Number of draft layers.
     pub layers: Option<i64>,
     pub hidden_size: Option<i64>,
-    /// As in [`DraftConfig`](super::DraftConfig); empty where the files do not say.
+    /// As in [`DraftConfig`](super::DraftConfig); empty if unknown.
     pub target_layer_ids: Vec<u32>,
     pub num_target_layers: Option<i64>,
     pub mask_token_id: Option<i64>,
     pub sliding_window: Option<i64>,
-    /// Its kind is [`Outline::UNREADABLE`] where the files describe it in a form that we do not read.
+    /// Its type is [`Outline::UNREADABLE`] if the files describe it in an unknown form.
     pub head: HeadFields,
 }
 
 impl Outline {
-    /// The kind of a head that is described, but not in a form that we read.
+    /// The type of a head that is described in an unknown form.
     pub const UNREADABLE: &str = "not readable";
 
-    /// How the rows of a block are used, where the files say how many there are and some predict.
+    /// Shape of a block, if the number of rows is known and some predict.
     pub fn block(&self) -> Option<BlockShape> {
         let rows = usize::try_from(self.block_size?).ok().filter(|&rows| rows > 0)?;
         Some(self.head.block(rows)).filter(|block| block.proposals() > 0)
     }
 
-    /// That of a `config.json`.
+    /// From a `config.json`.
     pub fn of_config(config: &Fields) -> Self {
         let form = Form::of(config.clone());
         let size = |key| form.layers.size(key).ok().flatten();
@@ -53,7 +53,7 @@ impl Outline {
         }
     }
 
-    /// That of a GGUF file.
+    /// From a GGUF file.
     pub fn of_gguf(file: &GgufFile) -> Self {
         let size = |key: &str| match file.value(&format!("{ARCHITECTURE}.{key}")) {
             Some(Value::Integer(size)) => Some(*size),

@@ -1,7 +1,7 @@
 //! speculators' form of a draft's `config.json`.
 //!
-//! It nests the Qwen3 fields in `transformer_layer_config`, counts auxiliary layers as we do
-//! (0 = embedding output) and does not say how many layers the target has.
+//! It nests the Qwen3 fields in `transformer_layer_config`, counts auxiliary layers as we do (0 =
+//! embedding output) and does not record the number of target layers.
 
 use serde_json::{Value, json};
 
@@ -9,31 +9,31 @@ use super::{DraftConfig, Form, LayerKind};
 use crate::Result;
 use crate::fields::Fields;
 
-/// The key that marks the form.
+/// The key that identifies the form.
 pub(super) const KIND: &str = "speculators_model_type";
 
 /// The key of the Qwen3 fields.
 pub(super) const LAYERS: &str = "transformer_layer_config";
 
-/// The release whose form this is.
+/// The release that defines this form.
 const VERSION: &str = "0.9.0";
 
-/// What of z-lab's form has its own place in this one.
+/// Parts of z-lab's form that have a separate place in this one.
 const OWN_PLACE: [&str; 3] = ["architectures", "block_size", "dflash_config"];
 
-/// The target as the form names it.
+/// The target as recorded in this form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verifier {
     /// A directory, or a repository on the Hub.
     pub name_or_path: String,
-    /// As in its config.json.
+    /// As in the target's config.json.
     pub architectures: Vec<String>,
 }
 
 /// Writes the form, for weights of type `dtype`.
 ///
-/// vLLM takes one causality for all layers from `sliding_window_non_causal`: it is true for a draft
-/// whose layers are all full, and false for one whose layers all slide.
+/// vLLM takes one causality for all layers from `sliding_window_non_causal`: true if all of the
+/// draft's layers are full, false if all are sliding.
 pub(super) fn to_json(
     config: &DraftConfig,
     (dtype, draft_vocab_size): (&str, usize),
@@ -72,7 +72,7 @@ pub(super) fn to_json(
     })
 }
 
-/// Refuses drafts of another kind, and those whose blocks we do not decode.
+/// Rejects drafts of another type, and those whose blocks we cannot decode.
 pub(super) fn check(form: &Form) -> Result<()> {
     let config = &form.own;
     if config.text(KIND)?.is_none_or(|kind| kind != "dflash") {
@@ -98,7 +98,7 @@ mod tests {
 
     use super::*;
 
-    /// A configuration as speculators 0.9 writes it, shortened to what is read.
+    /// A configuration as written by speculators 0.9, reduced to the fields that are read.
     fn config() -> Value {
         json!({
             "speculators_model_type": "dflash",

@@ -1,4 +1,4 @@
-//! Files that were written, and files that are not whole or not ours.
+//! Files written by us, and files that are damaged or not ours.
 
 use super::*;
 
@@ -65,7 +65,7 @@ fn no_change_of_a_byte_of_the_header_panics_or_takes_much_memory() {
         }
     }
     assert!(refused > 300, "{refused}");
-    // The last tensor is 16 bytes short of the alignment.
+    // The last tensor ends 16 bytes before the alignment.
     for length in 0..whole.len() - 16 {
         std::fs::write(&path, &whole[..length]).unwrap();
         let error = GgufFile::open(&path).map(drop).unwrap_err().to_string();

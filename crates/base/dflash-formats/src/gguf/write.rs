@@ -1,4 +1,4 @@
-//! A GGUF file written front to back, so that no tensor is held as a whole.
+//! Writes GGUF files front to back, so that no tensor is held in memory whole.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -8,10 +8,10 @@ use dflash_io::PendingFile;
 use super::{ALIGNMENT, TensorType, Value};
 use crate::Result;
 
-/// The release of the format that llama.cpp writes.
+/// The format version that llama.cpp writes.
 const VERSION: u32 = 3;
 
-/// The format's numbers of the types of values, as far as we write them.
+/// The format's type numbers of values, as far as we write them.
 const U32: u32 = 4;
 const I32: u32 = 5;
 const F32: u32 = 6;
@@ -19,7 +19,7 @@ const BOOL: u32 = 7;
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 
-/// A tensor of a file to be.
+/// A tensor to be written.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug)]
 pub struct NewTensor {
@@ -30,7 +30,7 @@ pub struct NewTensor {
 }
 
 impl NewTensor {
-    /// Whether rows are whole blocks of the type.
+    /// Whether rows are multiples of the type's block size.
     pub fn fits(&self) -> bool {
         self.shape.last().copied().unwrap_or(1) % self.tensor_type.block() == 0
     }
@@ -40,18 +40,18 @@ impl NewTensor {
     }
 }
 
-/// A file that is being written; absent unless it is finished. Its calls fail on I/O alone.
+/// A file being written, renamed into place when finished. Methods fail only on I/O errors.
 #[derive(Debug)]
 pub struct GgufWriter {
     file: PendingFile,
-    /// Bytes to come, tensor by tensor.
+    /// Number of bytes still to be written, per tensor.
     missing: VecDeque<u64>,
     written: u64,
 }
 
 impl GgufWriter {
-    /// Starts the file `path` with these keys and tensors in this order, and writes all that comes before
-    /// the tensors' values.
+    /// Starts the file `path` with these keys and tensorsand writes everything before the tensor
+    /// data.
     pub fn create(path: &Path, keys: &[(String, Value)], tensors: &[NewTensor]) -> Result<Self> {
         let missing = tensors.iter().map(NewTensor::bytes).filter(|&bytes| bytes > 0).collect();
         let mut writer = Self { file: PendingFile::create(path)?, missing, written: 0 };
@@ -60,7 +60,7 @@ impl GgufWriter {
         Ok(writer)
     }
 
-    /// Writes the next bytes, all of one tensor or a part of them.
+    /// Appends the next bytes, all or part of the current tensor.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         let missing = self.missing.front_mut().expect("the header has more tensors to come");
         *missing = missing.checked_sub(bytes.len() as u64).expect("no more than the tensor has");
@@ -73,7 +73,7 @@ impl GgufWriter {
         Ok(())
     }
 
-    /// Gives the file its name.
+    /// Renames the file to its final name.
     pub fn finish(self) -> Result<()> {
         assert!(self.missing.is_empty(), "fewer bytes than the header says");
         Ok(self.file.commit()?)
@@ -105,7 +105,7 @@ fn header(keys: &[(String, Value)], tensors: &[NewTensor]) -> Vec<u8> {
     for tensor in tensors {
         out.extend(text_bytes(&tensor.name));
         out.extend((tensor.shape.len() as u32).to_le_bytes());
-        // ggml's first dimension is the one that is contiguous.
+        // ggml's first dimension is the contiguous one.
         out.extend(tensor.shape.iter().rev().flat_map(|&size| (size as u64).to_le_bytes()));
         out.extend(tensor.tensor_type.code().to_le_bytes());
         out.extend(offset.to_le_bytes());
@@ -114,7 +114,7 @@ fn header(keys: &[(String, Value)], tensors: &[NewTensor]) -> Vec<u8> {
     out
 }
 
-/// Type and bytes of a value, as llama.cpp's converter chooses them.
+/// Type number and bytes of a value, with the types that llama.cpp's converter uses.
 fn encode(value: &Value) -> (u32, Vec<u8>) {
     match value {
         Value::Integer(number) => (U32, (*number as u32).to_le_bytes().to_vec()),

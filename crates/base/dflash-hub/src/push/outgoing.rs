@@ -95,7 +95,6 @@ impl Outgoing {
         if is_same { Ok(content) } else { Err(Refusal::Changed(path.clone())) }
     }
 
-    /// The name of the content in Git.
     pub(crate) fn git_id(content: &[u8]) -> String {
         let digest = Sha1::new().chain_update(format!("blob {}\0", content.len()));
         hex(&digest.chain_update(content).finalize())

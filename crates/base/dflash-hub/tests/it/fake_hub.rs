@@ -26,7 +26,6 @@ pub(crate) fn files_of(dir: &Path) -> Files {
         .collect()
 }
 
-/// One branch of a repository.
 #[derive(Clone)]
 pub(crate) struct Branch {
     /// `models/owner/name` or `datasets/owner/name`.
@@ -42,11 +41,11 @@ pub(crate) struct Branch {
 pub(crate) enum Mood {
     #[default]
     Well,
-    /// Lists files but hands out none without terms being accepted.
+    /// Lists files but withholds them until terms are accepted.
     Gated,
     /// Asks everybody to log in.
     Private,
-    /// Announces this file and sends an error page in its place.
+    /// Announces this file but sends an error page instead.
     Page(&'static str),
     /// Sends half of this file and then nothing.
     Stall(&'static str),
@@ -104,7 +103,7 @@ struct Answer {
     status: u16,
     headers: String,
     body: Vec<u8>,
-    /// Bytes of the body after which the line goes quiet.
+    /// Number of body bytes after which the connection stalls.
     stall: Option<usize>,
 }
 
@@ -209,7 +208,7 @@ fn hash(content: &[u8]) -> u64 {
     hasher.finish()
 }
 
-/// The method and path of the next request; its headers are passed over.
+/// The method and path of the next request; headers are ignored.
 fn read_request(reader: &mut impl BufRead) -> Option<(String, String)> {
     let mut line = String::new();
     reader.read_line(&mut line).ok().filter(|&count| count > 0)?;

@@ -1,4 +1,4 @@
-//! What is fetched for each part, from the Hub and from the cache.
+//! Files fetched for each part, from the Hub and from the cache.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ fn files(names: &[(&str, &str)]) -> Files {
     names.iter().map(|&(name, text)| (name.to_owned(), text.as_bytes().to_vec())).collect()
 }
 
-/// Two shards, their index, and what else lies about in repositories.
+/// Two shards, their index, and other files found in repositories.
 fn sharded() -> Files {
     let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors",
         "b": "model-00002-of-00002.safetensors", "c": "../outside.safetensors"}}"#;
@@ -111,7 +111,7 @@ fn a_target_comes_with_all_its_shards_and_nothing_else() {
     assert_eq!(shard, b"second shard");
     assert!(!cache.path().join("models--some--target/snapshots/outside.safetensors").exists());
     fake.requests();
-    // Once fetched, no file is fetched again; offline, nothing is asked at all.
+    // Once fetched, no file is fetched again; offline, no request is made.
     assert_eq!(model(&hub, "some/target", Part::Target).unwrap(), dir);
     assert!(fake.requests().iter().all(|request| !request.contains("/resolve/")));
     assert_eq!(model(&offline(&hub), "some/target", Part::Target).unwrap(), dir);

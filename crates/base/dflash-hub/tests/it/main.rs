@@ -1,5 +1,5 @@
-//! Fetching from a Hub on this machine: what is asked for, what ends up where, what is said when
-//! something is missing.
+//! Fetching from a Hub on this machine: which requests are made, where files end up, and the
+//! messages when something is missing.
 
 mod fake_hub;
 mod fetching;

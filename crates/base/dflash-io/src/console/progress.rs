@@ -39,11 +39,9 @@ pub struct Progress {
     unit: Unit,
     bar: ProgressBar,
     started: Instant,
-    /// What an earlier run had done.
+    /// Amount done by an earlier run.
     done_before: u64,
-    /// What was last said of what is done.
     message: String,
-    /// What the bar says.
     text: Arc<Mutex<String>>,
     /// When the last line was printed; `None` if lines are not printed.
     last_line: Option<Instant>,
@@ -58,7 +56,7 @@ impl Progress {
         Self::shown(Show::Bar, title, unit, total)
     }
 
-    /// As [`Self::new`], shown as `show` says.
+    /// [`Self::new`] with the display mode `show`.
     ///
     /// # Panics
     /// Never.
@@ -73,7 +71,7 @@ impl Progress {
 
     fn on(target: ProgressDrawTarget, title: String, unit: Unit, total: u64) -> Self {
         let bar = ProgressBar::with_draw_target(Some(total), target);
-        // No line is wider than the terminal: what does not fit is cut.
+        // Lines are cut to the terminal's width.
         let style = ProgressStyle::with_template("{bar:16} {wide_msg}");
         bar.set_style(style.expect("a well-formed template"));
         let (started, message) = (Instant::now(), String::new());
@@ -83,7 +81,7 @@ impl Progress {
         progress
     }
 
-    /// Work of which an earlier run had done `done`.
+    /// Sets the amount that an earlier run had done.
     #[must_use]
     pub fn starting_at(mut self, done: u64) -> Self {
         self.done_before = done;
@@ -92,13 +90,13 @@ impl Progress {
         self
     }
 
-    /// Corrects the amount of work.
+    /// Changes the amount of work.
     pub fn set_total(&mut self, total: u64) {
         self.bar.set_length(total);
         self.draw();
     }
 
-    /// `done` of the total is done; `message` is shown with it.
+    /// Sets the amount done; `message` is shown with it.
     pub fn update(&mut self, done: u64, message: impl Display) {
         self.message = message.to_string();
         self.bar.set_position(done);
@@ -109,7 +107,7 @@ impl Progress {
         }
     }
 
-    /// What shows meanwhile, from another thread too, that the work goes on.
+    /// A handle that shows, also from another thread, that the work continues.
     pub fn beat(&self) -> Beat {
         Beat { bar: self.bar.clone(), started: self.started, text: Arc::clone(&self.text) }
     }
@@ -139,7 +137,7 @@ impl Progress {
     }
 }
 
-/// A bar between two updates.
+/// Redraws the bar between two updates.
 #[derive(Debug, Clone)]
 pub struct Beat {
     bar: ProgressBar,
@@ -148,9 +146,9 @@ pub struct Beat {
 }
 
 impl Beat {
-    /// Shows the clock, and what the work waits for, if it does.
+    /// Shows the elapsed time, and what the work is waiting for, if anything.
     pub fn show(&self, wait: Option<&str>) {
-        // The bar stays what it is until it is drawn.
+        // The bar is only changed while it is drawn.
         let shown = self.text.lock().unwrap_or_else(PoisonError::into_inner);
         let wait = wait.map_or_else(String::new, |wait| format!(", {wait}"));
         let seconds = self.started.elapsed().as_secs();

@@ -1,11 +1,11 @@
-//! A terminal of a test, which remembers what was drawn on it.
+//! A test terminal that records what is drawn on it.
 
 use std::io;
 use std::sync::{Arc, Mutex};
 
 use indicatif::{ProgressDrawTarget, TermLike};
 
-/// What was written to a terminal of a width of its own.
+/// Everything written to a terminal of a given width.
 #[derive(Clone, Debug)]
 pub(crate) struct Screen {
     columns: u16,
@@ -21,7 +21,7 @@ impl Screen {
         ProgressDrawTarget::term_like(Box::new(self.clone()))
     }
 
-    /// All lines drawn so far, whose width is made sure of.
+    /// All lines drawn so far; checks their width.
     pub(crate) fn lines(&self) -> Vec<String> {
         let lines = self.lines.lock().unwrap().clone();
         for line in &lines {
@@ -34,7 +34,7 @@ impl Screen {
         lines
     }
 
-    /// The last line drawn with these words.
+    /// The last line drawn that contains these words.
     pub(crate) fn last_with(&self, words: &str) -> String {
         let lines = self.lines();
         let found = lines.iter().rfind(|line| line.contains(words));
@@ -67,7 +67,7 @@ impl TermLike for Screen {
         self.write_str(line)
     }
 
-    /// Each line comes in a piece, before the blanks that fill it.
+    /// Each line comes in one piece, followed by padding.
     fn write_str(&self, piece: &str) -> io::Result<()> {
         let drawn = piece.split(['\r', '\n']).filter(|line| !line.trim().is_empty());
         self.lines.lock().unwrap().extend(drawn.map(str::to_owned));

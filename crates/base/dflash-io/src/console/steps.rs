@@ -7,11 +7,10 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::say;
 
-/// A bar with the steps and the time, and a line of figures under it; nothing where they are hidden. Clones
-/// show the same.
+/// A bar with steps and time, and a line of figures below it. Clones share the bar.
 #[derive(Debug, Clone)]
 pub struct StepBar {
-    /// Bars are locked while other work has the terminal, so what may be asked then is kept here.
+    /// Kept here because bars are locked while other work uses the terminal.
     done: Arc<AtomicU64>,
     total: u64,
     is_hidden: bool,
@@ -20,7 +19,7 @@ pub struct StepBar {
 }
 
 impl StepBar {
-    /// A bar of `total` steps, `done` of which were taken before, on stderr if it is `shown` and a terminal.
+    /// A bar of `total` steps, `done` of them earlier, on stderr if that is a terminal and `shown`.
     pub fn new((done, total): (u64, u64), shown: bool) -> Self {
         let target =
             if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -29,7 +28,7 @@ impl StepBar {
 
     fn on(target: ProgressDrawTarget, (done, total): (u64, u64)) -> Self {
         let is_hidden = target.is_hidden();
-        // A bar has one message that is cut to the terminal's width: two lines are two bars.
+        // A bar has one message, cut to the terminal's width, so two lines need two bars.
         let lines = MultiProgress::with_draw_target(target);
         let line = |template: &str| {
             let style = ProgressStyle::with_template(template).expect("a well-formed template");
@@ -41,17 +40,17 @@ impl StepBar {
         Self { done: Arc::new(AtomicU64::new(done)), total, is_hidden, steps, figures }
     }
 
-    /// Whether nothing is shown, so that lines have to be written instead.
+    /// Whether nothing is shown, so that lines should be printed instead.
     pub fn is_hidden(&self) -> bool {
         self.is_hidden
     }
 
-    /// Steps taken.
+    /// Number of steps taken.
     pub fn done(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// All steps.
+    /// Total number of steps.
     pub fn total(&self) -> u64 {
         self.total
     }
@@ -62,7 +61,7 @@ impl StepBar {
         self.steps.inc(1);
     }
 
-    /// Shows the time behind the steps.
+    /// Shows the time after the steps.
     pub fn show_time(&self, time: String) {
         self.steps.set_message(time);
     }
@@ -72,7 +71,7 @@ impl StepBar {
         self.figures.set_message(figures);
     }
 
-    /// Says something above the bar, or where it would be.
+    /// Prints a message above the bar, or on stderr if hidden.
     pub fn say(&self, message: &str) {
         match self.is_hidden {
             true => say(message),
@@ -80,7 +79,7 @@ impl StepBar {
         }
     }
 
-    /// Does `work`, which may draw on the terminal meanwhile.
+    /// Runs `work` while the bar is hidden, so that it may draw on the terminal.
     pub fn suspend<T>(&self, work: impl FnOnce() -> T) -> T {
         match self.is_hidden {
             true => work(),
@@ -88,7 +87,7 @@ impl StepBar {
         }
     }
 
-    /// Leaves the bar as it is; what follows has a line of its own.
+    /// Leaves the bar on screen; later output starts on a new line.
     pub fn close(&self) {
         if self.is_hidden || self.steps.is_finished() {
             return;

@@ -1,5 +1,5 @@
-//! Leftovers of killed processes that were making a directory. Who looks for them holds the lock of
-//! the directory's name, so no process is making it meanwhile.
+//! Leftovers of killed processes that were making a directory. Callers hold the lock of the
+//! directory's name, so no other process is making it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use crate::Error;
 /// The ending of the name of a directory that was moved out of the way.
 const OLD: &str = ".old";
 
-/// Where the directory is moved that the one at `aside` replaces.
+/// Where the directory that the one at `aside` replaces is moved.
 pub(crate) fn old_name(aside: &Path) -> PathBuf {
     let name = aside.file_name().unwrap_or_default().to_string_lossy();
     aside.with_file_name(format!("{name}{OLD}"))

@@ -1,7 +1,7 @@
-//! The lock of a directory that is to be made: a file beside it that one process holds at a time.
+//! The lock for making a directory: a file next to it that one process holds at a time.
 //!
-//! It has the destination's name and not a process's, so that there is one moment, and not two, at
-//! which a process finds out that another is first.
+//! It is named after the destination, not the process, so that there is only one point at which a
+//! process finds that another was first.
 
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::pending::Pending;
 use crate::Error;
 
-/// How often the file may vanish before it is locked. Each time another process has just let go.
+/// How often the file may vanish before it is locked, each time released by another process.
 const ATTEMPTS: usize = 1000;
 
 /// A held lock. Dropping it removes its file, and the parents that were made for it if they are
@@ -37,7 +37,7 @@ impl DestinationLock {
             let parents = NewParents::create(destination)?;
             let file = match File::options().create(true).truncate(false).write(true).open(&path) {
                 Ok(file) => file,
-                // Who made the parents too has let go, and removed them.
+                // The process that made the parents has released the lock and removed them.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => return Err(Error::io("create", destination)(error)),
             };
@@ -62,8 +62,8 @@ impl Drop for DestinationLock {
     }
 }
 
-/// Whether the open `file` is still the one of this name: its last holder may have removed it
-/// between our opening and our locking it.
+/// Whether the open `file` still has this name: its last holder may have removed it between our
+/// opening and locking it.
 fn is_at(file: &File, path: &Path) -> bool {
     let same = |open: &fs::Metadata, named: &fs::Metadata| {
         (open.dev(), open.ino()) == (named.dev(), named.ino())
@@ -99,7 +99,7 @@ impl NewParents {
 impl Drop for NewParents {
     fn drop(&mut self) {
         for parent in self.0.iter().rev() {
-            // Fails, as it should, if the parent has something in it.
+            // This intentionally fails if the parent is not empty.
             let _ = fs::remove_dir(parent);
         }
     }

@@ -26,12 +26,10 @@ impl Object for NoContent {
     }
 }
 
-/// The value.
 pub(super) fn value() -> Value {
     Value::from_object(NoContent)
 }
 
-/// `value is none`.
 pub(super) fn is_none(value: &Value) -> bool {
     value.is_none() || value.downcast_object_ref::<NoContent>().is_some()
 }

@@ -54,7 +54,6 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message.to_string()).with_source(Raised))
 }
 
-/// `datetime.now().strftime(format)`.
 fn strftime_now(format: &str) -> Result<String, Error> {
     let mut text = String::new();
     write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| {
@@ -255,7 +254,6 @@ fn float_repr(value: f64) -> String {
     format!("{}e{sign}{digits:0>2}", mantissa.strip_suffix(".0").unwrap_or(mantissa))
 }
 
-/// `str(value)`.
 fn str_of(value: &Value) -> String {
     match value.kind() {
         ValueKind::Seq | ValueKind::Map | ValueKind::Number => repr(value),

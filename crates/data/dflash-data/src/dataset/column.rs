@@ -94,7 +94,6 @@ impl ColumnSlice {
             .ok_or_else(|| shard.broken("list offsets do not ascend"))
     }
 
-    /// The items of one row.
     pub(super) fn read_row(&self, shard: &Shard, row: usize) -> Result<Vec<i64>, Error> {
         let offsets = self.read_offsets(shard, row, 2)?;
         let (start, count) = (offsets[0], (offsets[1] - offsets[0]) as usize);

@@ -34,7 +34,6 @@ pub(super) fn schema() -> Schema {
     )
 }
 
-/// `dataset_info.json`.
 pub(super) fn dataset_info() -> String {
     let info = json!({
         "citation": "", "description": "", "features": features(), "homepage": "", "license": "",

@@ -1,4 +1,4 @@
-//! Rows, templates and sizes that go wrong: counted, mended or cut, and never silently.
+//! Faulty rows, templates and sizes: counted, repaired or cut, and never silently.
 
 use std::fs;
 use std::sync::atomic::AtomicBool;
@@ -67,7 +67,7 @@ fn a_turn_of_tool_calls_says_no_more_than_the_calls() {
             {"role": "tool", "content": "1"}, {"role": "assistant", "content": "a"}]})
         .to_string()
     };
-    // Prints whatever the content is, and tests it for none.
+    // Prints any content and tests for none.
     let printing = "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}\
         {% if m.content is none %}!{% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }}\
         {% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>a:{% endif %}";
@@ -77,7 +77,7 @@ fn a_turn_of_tool_calls_says_no_more_than_the_calls() {
     let bare = "<u:q><a:[!f>]<t:1><a:[a>]";
     assert_eq!(bench.rows(), [bare, bare, "<u:q><a:[f>]<t:1><a:[a>]"]);
 
-    // A template that prints no calls would teach to say nothing.
+    // A template that prints no calls would train the model to say nothing.
     let bench = Bench::new(CHATML);
     let summary = bench.prepare(&row(None)).unwrap();
     assert_eq!(bench.rows(), ["<user/q>/<assistant/>/<tool/1>/<assistant/[a>]/"]);
@@ -110,7 +110,7 @@ fn a_template_may_reverse_what_is_empty() {
     assert_eq!(bench.rows(), ["rq>[ba>]"]);
 }
 
-/// Rows beyond what is worth reading: the same as if all had been encoded, and cut.
+/// Rows too long to encode in full give the same result as if they were encoded and then cut.
 #[test]
 fn giant_rows_are_cut_before_they_are_encoded() {
     let seq_length = 2000;
@@ -121,7 +121,7 @@ fn giant_rows_are_cut_before_they_are_encoded() {
             .map(|(role, content)| json!({"role": role, "content": content}))
             .collect();
         let file = bench.write("rows.jsonl", &json!({"messages": messages}).to_string());
-        // So long a sequence that nothing is cut.
+        // A sequence length at which nothing is cut.
         let length = if whole { 1 << 24 } else { seq_length };
         let config = PrepareSettings { seq_length: length, ..bench.config(&[&file]) };
         let summary = prepare(&config, &AtomicBool::new(false)).map(|summary| summary.tally);

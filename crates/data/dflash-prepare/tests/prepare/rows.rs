@@ -1,4 +1,5 @@
-//! What of a row reaches the prompt, what is counted, and what is recorded of where rows come from.
+//! Which parts of a row reach the prompt, what is counted, and what is recorded about the origin of
+//! rows.
 
 use std::fs;
 use std::path::Path;
@@ -147,7 +148,7 @@ fn a_run_finds_at_its_start_that_another_writes_to_its_output() {
     let config = |overwrite| PrepareSettings {
         output: Some(output.clone()),
         overwrite,
-        // It is not looked for any more.
+        // It is no longer looked up.
         target: Some("/nonexistent".to_owned()),
         ..bench.config(&[&file])
     };
@@ -157,7 +158,7 @@ fn a_run_finds_at_its_start_that_another_writes_to_its_output() {
         assert!(refused.contains("ds.v1 is being written by another process"), "{refused}");
     }
     drop(other);
-    // What a killed run left goes, and its neighbour's stays.
+    // A killed run's leftovers are removed, and its neighbour's stay.
     let left = bench.path(&format!(".ds.v1.{}-0.tmp", u32::MAX));
     let neighbour = bench.path(&format!(".ds.{}-0.tmp", u32::MAX));
     for dir in [&left, &neighbour] {

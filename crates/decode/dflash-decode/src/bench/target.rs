@@ -1,8 +1,8 @@
-//! A target alone on a CPU: what its load takes, and how near its steps come to the floor, a plain read of
-//! the bytes that they need.
+//! Benchmarks a target on a CPU: load time and memory, and how close its steps are to their lower
+//! bound, a plain read of the required bytes.
 //!
-//! The texts do not matter and no tokenizer is asked for: what a step costs follows from the numbers of
-//! rows and of tokens before it. Steps and plain reads take turns, so that both meet the same machine.
+//! Texts do not matter and no tokenizer is needed: a step's cost depends on the numbers of rows and
+//! of preceding tokens. Steps and plain reads alternate, so that both see the same machine load.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,65 +17,65 @@ use tch::Tensor;
 
 use crate::Error;
 
-/// Turns of a prompt: the first one asks for memory.
+/// Repetitions per prompt; the first allocates memory.
 const TURNS: usize = 4;
-/// Steps before the timed ones.
+/// Untimed steps.
 const WARM_UP: usize = 2;
 
-/// What was measured. Times are medians.
+/// Results. Times are medians.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TargetReport {
     /// Precision, and threads.
     pub device: String,
-    /// The level of the processor's instructions that was in force.
+    /// The CPU instruction-set level in use.
     pub cpu_level: String,
-    /// Seconds from nothing to a target that decodes.
+    /// Seconds to load the target.
     pub load_s: f64,
-    /// Resident memory of the process then, what it was before, and the most in between, MiB.
+    /// Resident memory after the load, MiB.
     pub resident_mib: f64,
-    /// Before the load.
+    /// Resident memory before the load, MiB.
     pub before_mib: f64,
-    /// At most.
+    /// Peak resident memory, MiB.
     pub peak_mib: f64,
-    /// Weights that a step reads, MiB.
+    /// Bytes of weights that a step reads, MiB.
     pub weights_mib: f64,
-    /// A plain read of them, by as many threads, GB/s.
+    /// Bandwidth of a plain read of the weights with as many threads, GB/s.
     pub read_gb_per_s: f64,
-    /// Rows of a step.
+    /// Rows per step.
     pub rows: usize,
-    /// Steps, by the tokens before them.
+    /// Steps by context length.
     pub steps: Vec<StepReport>,
-    /// Prompts, by their tokens.
+    /// Prompts by length.
     pub prompts: Vec<PromptReport>,
-    /// Passes that one thread ran although there were more, since others were kept from running: on a machine
-    /// with other work steps take longer than what they are compared with.
+    /// Passes that ran on one thread because others were descheduled: on a busy machine, steps take
+    /// longer than the plain reads they are compared with.
     pub passes_alone: u64,
 }
 
-/// Steps behind a context.
+/// Steps at one context length.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepReport {
-    /// Tokens before.
+    /// Preceding tokens.
     pub context: usize,
-    /// Milliseconds of a step.
+    /// Milliseconds per step.
     pub ms: f64,
-    /// What a plain read of weights and cache takes.
+    /// Milliseconds of a plain read of weights and cache.
     pub floor_ms: f64,
 }
 
-/// A prompt that is read.
+/// Processing of a prompt.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PromptReport {
-    /// Its tokens.
+    /// Length in tokens.
     pub tokens: usize,
     /// Milliseconds to the first token of the answer.
     pub ms: f64,
 }
 
-/// Loads the target in `dir` and times it.
+/// Loads the target in `dir` and benchmarks it.
 ///
 /// # Errors
-/// A target that cannot be loaded or does not take packed passes; an interruption.
+/// A target that cannot be loaded or does not support packed passes; an interruption.
 pub fn bench_target(
     settings: &BenchTargetSettings,
     dir: &Path,
@@ -115,7 +115,7 @@ pub fn bench_target(
     })
 }
 
-/// What is timed, and the times of plain reads in between, ms.
+/// State of the step measurements; times of the interleaved plain reads in ms.
 struct Steps<'a> {
     target: &'a Target,
     few: &'a PackedDecoder,
@@ -133,7 +133,7 @@ impl<'a> Steps<'a> {
         Self { target, few, settings, stop, reads: Vec::new() }
     }
 
-    /// Milliseconds of a step behind so many tokens, and the bytes of cache that it reads.
+    /// Milliseconds of a step after `context` tokens, and the bytes of cache that it reads.
     fn behind(&mut self, context: usize) -> Result<(usize, f64, usize), Error> {
         let BenchTargetSettings { steps, rows, .. } = *self.settings;
         let mut cache = self.target.new_cache(context + rows);
@@ -162,12 +162,12 @@ impl<'a> Steps<'a> {
         Ok(PromptReport { tokens, ms: median(&mut times) })
     }
 
-    /// Reads so many tokens, and chooses the one after them.
+    /// Processes `tokens` tokens and chooses the next one.
     fn read_tokens(&self, tokens: usize, cache: &mut KvCache) {
         let rows = self.target.vocab_size() as usize;
         let ids: Vec<i64> = (0..tokens).map(|at| (at * 7919 % rows) as i64).collect();
         let output = self.target.forward_cached(&Tensor::from_slice(&ids), cache, &[]);
-        // A step verifies all of its rows; of a prompt the last one counts.
+        // A step verifies all of its rows; for a prompt only the last one counts.
         let wanted = tokens.min(self.settings.rows) as i64;
         let last = output.hidden_td.narrow(0, tokens as i64 - wanted, wanted);
         drop(self.target.most_likely(&last));

@@ -1,61 +1,60 @@
-//! Chooses how many tokens to propose: as many as pay, given what passes cost here and what was
-//! accepted.
+//! Chooses how many tokens to propose, from the measured cost of passes and the acceptance so far.
 //!
 //! A step that verifies `k` proposals of a sequence yields one token plus, for each slot, the
-//! probability that it and all before it are accepted. Steps of all sizes are timed as they run, so
-//! a busy machine or a long context is noticed. Acceptance probabilities are estimated from all
-//! sequences, shifted by what this sequence had lately. One threshold on a slot's probability
-//! serves all sequences of a step; of a dozen thresholds, none included, the one with the most
-//! tokens per second is taken. The text is the same whatever is chosen.
+//! probability that it and all before it are accepted. Passes of all sizes are timed as they run,
+//! so a busy machine or a long context is noticed. Acceptance probabilities are estimated over all
+//! sequences and corrected by the sequence's recent acceptance. One probability threshold applies
+//! to the slots of all sequences in a step; of a dozen thresholds, including no proposals, the one
+//! with the highest predicted tokens per second is used. The choice does not affect the text.
 
 use dflash_settings::Speculate;
 
-/// Rows, or drafting sequences, of the passes whose times are kept.
+/// Pass sizes, in rows or drafting sequences, whose times are tracked.
 const KNOTS: [usize; 16] = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024];
-/// How many measurements a size's time is the mean of at most, and as how many the time counts that lies
-/// between those of its neighbours.
+/// Maximum number of measurements in a size's running mean, and the weight of an interpolated time.
 const MOST_WEIGHT: f64 = 30.0;
 const BETWEEN: f64 = 3.0;
-/// What of a measurement's surprise, as a power, all sizes share.
+/// Share of a measurement's deviation (as an exponent) that is attributed to all sizes.
 const COMMON: f64 = 0.1;
-/// After so many steps without a measurement a time counts half, after twice as many a third: what was
-/// slow once is tried again.
+/// A time's weight halves after this many steps without a measurement and falls to a third after
+/// twice as many, so that sizes that were slow once are tried again.
 const OLD: f64 = 2000.0;
-/// A measurement says no more than so many times what was known: a thread may have waited.
+/// A measurement counts as at most this multiple of the known time, since a thread may have waited.
 const LONGEST: f64 = 2.0;
-/// What is thought of a slot before it was tried, and with the weight of how many tries.
+/// Prior acceptance probability of a slot, and its weight in observations.
 const PRIOR: (f64, f64) = (0.75, 4.0);
-/// What of the counts over all sequences remains after a block, and of a sequence's own after a block of
-/// its own and after a step without one.
+/// Decay of the global counts per block, and of a sequence's own counts per block and per step
+/// without one.
 const KEPT: f64 = 0.99;
 const KEPT_OWN: f64 = 0.85;
 const KEPT_IDLE: f64 = 0.995;
-/// Weight of the expectation beside a sequence's own proposals.
+/// Weight of the global expectation against a sequence's own proposals.
 const OWN_WEIGHT: f64 = 2.5;
-/// Share of the time that blocks may cost which are tried because none was for long.
+/// Share of time spent on trial blocks after a long time without proposals.
 const TRIALS: f64 = 0.005;
-/// By how much proposals must pay for a sequence to begin with a draft's context, whose prompt costs time;
-/// and of those that begin without, one in so many has it all the same, so that it is known when they pay.
+/// Minimum predicted speedup for a new sequence to get a draft context, whose prompt costs time;
+/// one in `TRIED` of the others gets one anyway, to keep the estimate current.
 const WORTH: f64 = 1.03;
 const TRIED: usize = 8;
-/// Chances below which slots are left out, tried one after the other where many sequences share a step.
+/// Thresholds on acceptance probability, tried in turn if many sequences share a step.
 const CUTS: [f64; 12] = [0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9];
 
-/// What a step took.
+/// Time of a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Cost {
-    /// Rows that were verified, and sequences for which a draft ran.
+    /// Verified rows, and sequences for which a draft ran.
     pub(super) rows: usize,
     pub(super) drafting: usize,
-    /// Seconds of the one and of the other.
+    /// Seconds of verification and of drafting.
     pub(super) verify: f64,
     pub(super) draft: f64,
 }
 
-/// What a sequence accepted lately.
+/// Recent acceptance of a sequence.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Acceptance {
-    /// Proposals that were looked at, accepted, and accepted on average over all sequences; all fading.
+    /// Evaluated proposals, accepted ones, and the number expected from the average over all
+    /// sequences; all with decay.
     reached: f64,
     accepted: f64,
     expected: f64,
@@ -63,34 +62,34 @@ pub(super) struct Acceptance {
     idle: usize,
 }
 
-/// A sequence before its step.
+/// A sequence in the choice for one step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choice {
-    /// Its place among all sequences.
+    /// Its index among all sequences.
     pub(super) at: usize,
     pub(super) acceptance: Acceptance,
-    /// Proposals at most, and as chosen.
+    /// Maximum and chosen number of proposals.
     pub(super) most: usize,
     pub(super) proposals: usize,
-    /// Where they are a trial, the seconds that each accepted one saves.
+    /// For a trial, the seconds saved per accepted proposal.
     pub(super) saving: f64,
 }
 
-/// Chooses lengths.
+/// Chooses the number of proposals.
 #[derive(Debug)]
 pub(super) struct Lengths {
     speculate: Speculate,
-    /// Whether proposals cost a pass of a draft.
+    /// Whether proposals need a draft pass.
     drafts: bool,
     verify: Times,
     draft: Times,
-    /// Of each slot over all sequences: how often it was looked at, and accepted; fading.
+    /// Per slot over all sequences: evaluations and acceptances, with decay.
     slots: Vec<(f64, f64)>,
-    /// Seconds that trials may still cost.
+    /// Time budget for trials, in seconds.
     credit: f64,
-    /// What a step with a trial is to take, which has not been timed yet.
+    /// Predicted time of a step with a trial, until it is measured.
     trial: Option<f64>,
-    /// Sequences that did not seem worth a draft's context.
+    /// Number of sequences for which a draft context did not seem worthwhile.
     unworthy: usize,
 }
 
@@ -105,7 +104,7 @@ impl Lengths {
         self.speculate == Speculate::Auto
     }
 
-    /// Proposals of a block at most.
+    /// Maximum proposals per block.
     pub(super) fn most(&self) -> usize {
         match self.speculate {
             Speculate::Auto => self.slots.len(),
@@ -114,7 +113,7 @@ impl Lengths {
         }
     }
 
-    /// Whether a sequence that begins as one of so many is to have a draft's context.
+    /// Whether a new sequence, one of `sequences`, should get a draft context.
     pub(super) fn is_worth_context(&mut self, sequences: usize) -> bool {
         if !(self.is_auto() && self.drafts) {
             return true;
@@ -132,27 +131,28 @@ impl Lengths {
         self.unworthy % TRIED == 1
     }
 
-    /// From here on steps are those of real sequences; before, the first ones of each size warmed caches,
-    /// pages and threads up, and the fastest one counts.
+    /// Ends the warm-up. During warm-up the fastest pass of each size counts, since the first ones
+    /// warm caches, pages and threads.
     pub(super) fn started(&mut self) {
         self.verify.is_warm = true;
         self.draft.is_warm = true;
         self.credit = 0.0;
     }
 
-    /// Keeps what a step took.
+    /// Records the time of a step.
     pub(super) fn timed(&mut self, cost: Cost) {
         self.verify.see(cost.rows, cost.verify);
         self.draft.see(cost.drafting, cost.draft);
         let seconds = cost.verify + cost.draft;
         self.credit += TRIALS * seconds;
         if let Some(expected) = self.trial.take() {
-            // A context that fell behind while nothing was proposed makes a trial dearer than a block.
+            // Catching up the context after steps without proposals makes a trial cost more than a
+            // block.
             self.credit -= seconds - expected;
         }
     }
 
-    /// Keeps how many of a sequence's proposals were accepted.
+    /// Records how many of a sequence's proposals were accepted.
     pub(super) fn verified(
         &mut self,
         own: &mut Acceptance,
@@ -177,7 +177,7 @@ impl Lengths {
         }
     }
 
-    /// Of each slot the share of steps that accept it among those that come so far, over all sequences.
+    /// Acceptance rate per slot given that all earlier ones were accepted, over all sequences.
     fn shares(&self) -> impl Iterator<Item = f64> + '_ {
         self.slots.iter().scan(PRIOR.0, |before, (reached, accepted)| {
             *before = (accepted + PRIOR.1 * *before) / (reached + PRIOR.1);
@@ -185,7 +185,7 @@ impl Lengths {
         })
     }
 
-    /// Chooses the number of proposals of each sequence of a step.
+    /// Chooses the number of proposals for each sequence of a step.
     pub(super) fn choose(&mut self, choices: &mut [Choice]) {
         let most = self.most();
         for choice in &mut *choices {
@@ -216,7 +216,7 @@ impl Lengths {
         self.try_again(choices, &chances, best);
     }
 
-    /// Tokens per second of a step in which each sequence has so many proposals.
+    /// Predicted tokens per second of a step with the given number of proposals per sequence.
     fn value(&self, chances: &[Chances], length: impl Fn(&Chances) -> usize) -> f64 {
         let (mut tokens, mut rows, mut drafting) = (0.0, 0, 0);
         for one in chances {
@@ -228,7 +228,7 @@ impl Lengths {
         tokens / self.seconds(rows, drafting).max(1e-9)
     }
 
-    /// Seconds of a step of so many sequences with no proposals each, one and so on.
+    /// Predicted seconds of a step of `sequences` sequences with 0, 1, ... proposals each.
     pub(super) fn step_seconds(&self, sequences: usize) -> Vec<f64> {
         let of = |length: usize| {
             let drafting = if length > 0 { sequences } else { 0 };
@@ -239,12 +239,12 @@ impl Lengths {
 
     fn seconds(&self, rows: usize, drafting: usize) -> f64 {
         let drafting = if self.drafts { drafting } else { 0 };
-        // However old its time, no pass is faster than that of one row.
+        // No pass is faster than one with a single row, even if that time is old.
         self.verify.of(rows).max(self.verify.of(1)) + self.draft.of(drafting)
     }
 
-    /// Lets the sequence that has gone without a block for longest try one, where the time for that has
-    /// been saved. `value` is that of the step without.
+    /// Lets the sequence with the longest time without a block try one, if the trial budget allows.
+    /// `value` is the tokens per second without it.
     fn try_again(&mut self, choices: &mut [Choice], chances: &[Chances], value: f64) {
         if self.credit <= 0.0 {
             return;
@@ -268,7 +268,7 @@ impl Lengths {
         let loss = |length: usize| more(length) - (chances[number].tokens(length) - 1.0) / value;
         let best = (1..=choice.most).min_by(|&a, &b| loss(a).total_cmp(&loss(b)));
         if let Some(length) = best.filter(|&length| loss(length).max(0.0) <= self.credit) {
-            // What is accepted of it is paid back.
+            // Accepted proposals are credited back.
             let more = more(length);
             self.credit -= more;
             self.trial = Some(without + more);
@@ -278,7 +278,7 @@ impl Lengths {
     }
 }
 
-/// Of each slot of a sequence the chance that it and all before it are accepted.
+/// For each slot of a sequence, the probability that it and all before it are accepted.
 struct Chances(Vec<f64>);
 
 impl Chances {
@@ -292,35 +292,35 @@ impl Chances {
         Self(shares.iter().take(choice.most).scan(1.0, chance).collect())
     }
 
-    /// Tokens that a step with so many proposals makes.
+    /// Expected tokens of a step with `proposals` proposals.
     fn tokens(&self, proposals: usize) -> f64 {
         1.0 + self.0[..proposals].iter().sum::<f64>()
     }
 
-    /// Slots whose chance is `cut` at least.
+    /// Number of leading slots with at least probability `cut`.
     fn above(&self, cut: f64) -> usize {
         self.0.iter().take_while(|&&chance| chance >= cut).count()
     }
 }
 
-/// Seconds of passes of each size: what one takes beside the others, times what all take now.
+/// Times of passes by size: relative times, and a common scale for the current speed.
 #[derive(Debug)]
 struct Times {
     known: [Option<Known>; KNOTS.len()],
-    /// By what all passes are slower now than those that are known were.
+    /// Current slowdown of all passes relative to the known times.
     scale: f64,
     step: u64,
     is_warm: bool,
 }
 
-/// What a knot's passes took.
+/// Time of one knot's passes.
 #[derive(Debug, Clone, Copy)]
 struct Known {
-    /// Seconds over [`Times::scale`].
+    /// Seconds divided by [`Times::scale`].
     seconds: f64,
-    /// Of how many measurements.
+    /// Number of measurements.
     weight: f64,
-    /// The step of the last one.
+    /// Step of the last measurement.
     last: u64,
 }
 
@@ -331,12 +331,12 @@ impl Default for Times {
 }
 
 impl Times {
-    /// Seconds for `size`; between what is known, and in proportion beyond.
+    /// Seconds for `size`: interpolated between knots, and proportional beyond.
     fn of(&self, size: usize) -> f64 {
         if size == 0 {
             return 0.0;
         }
-        // Asked some dozen times a step, so only what is needed is aged.
+        // Called some dozen times per step, so only the needed entries are aged.
         let known = |number: &usize| self.known[*number].is_some();
         let upper = KNOTS.partition_point(|knot| *knot <= size);
         let below = (0..upper).rev().find(known);
@@ -352,7 +352,7 @@ impl Times {
             (Some(below), None) => {
                 let (knot, time) = self.at(below);
                 let before = (0..below).rev().find(known).map(|before| self.at(before));
-                // What the last rows cost, and at least nothing.
+                // The marginal cost of the last rows, at least zero.
                 let slope = before.map_or(time / knot, |(other, earlier)| {
                     ((time - earlier) / (knot - other)).max(0.0)
                 });
@@ -361,14 +361,14 @@ impl Times {
         }
     }
 
-    /// A knot that is known, and its seconds.
+    /// A known knot and its seconds.
     fn at(&self, number: usize) -> (f64, f64) {
         let known = self.known[number].expect("it is known");
         let age = (self.step - known.last) as f64;
         (KNOTS[number] as f64, self.scale * known.seconds / (1.0 + age / OLD))
     }
 
-    /// Keeps a measurement.
+    /// Records a measurement.
     fn see(&mut self, size: usize, seconds: f64) {
         self.step += 1;
         if size == 0 {
@@ -383,7 +383,7 @@ impl Times {
             before = of_knot;
         }
         if self.is_warm {
-            // A busy machine, or a longer context, is first of all slower for all sizes.
+            // A busy machine or a longer context slows all sizes first.
             self.scale *= ratio.powf(COMMON);
         }
         let measured = ratio * before / self.scale;
@@ -405,7 +405,7 @@ impl Times {
 mod tests {
     use super::*;
 
-    /// A machine on which a pass takes `first` and `more` for each further row, and a draft `draft`.
+    /// A machine on which a pass takes `first` plus `more` per further row, and a draft `draft`.
     struct Machine {
         first: f64,
         more: f64,
@@ -420,12 +420,12 @@ mod tests {
             Cost { rows, drafting, verify, draft: self.draft * drafting as f64 }
         }
 
-        /// As an engine begins, which has timed some passes.
+        /// State of an engine that has timed some passes.
         fn lengths(&self, speculate: Speculate) -> Lengths {
             let mut lengths = Lengths::new(speculate, 7, true);
             for rows in [1, 2, 4, 8] {
                 let verify = self.first + self.more * (rows - 1) as f64;
-                // The first pass of a size waits for pages.
+                // The first pass of a size is slowed by page faults.
                 for slower in [3.0, 1.0] {
                     let (verify, draft) = (slower * verify, slower * self.draft);
                     lengths.timed(Cost { rows, drafting: 1, verify, draft });
@@ -435,13 +435,13 @@ mod tests {
             lengths
         }
 
-        /// Tokens per second of `steps` with sequences whose slots are accepted each at its rate, and the
-        /// proposals chosen in the last steps. `slots` at most.
+        /// Tokens per second over `steps` with sequences whose slots are accepted at the given
+        /// rates, and the proposals chosen in the last steps; at most `slots`.
         fn run(&self, speculate: Speculate, rates: &[f64], steps: usize) -> (f64, Vec<usize>) {
             self.run_beside(speculate, rates, steps, 0.0)
         }
 
-        /// The same where each step takes up to so many times longer, by chance.
+        /// The same with each step randomly up to (1 + `longer`) times slower.
         fn run_beside(
             &self,
             speculate: Speculate,
@@ -468,7 +468,7 @@ mod tests {
                 let mut choices: Vec<Choice> = own.iter().enumerate().map(choice).collect();
                 lengths.choose(&mut choices);
                 let cost = self.cost(&choices);
-                // What the machine does beside changes no best length, so the figure leaves it out.
+                // Random slowdown does not change the best length, so the result excludes it.
                 let slower = 1.0 + longer * uniform().powi(3);
                 let (verify, draft) = (slower * cost.verify, slower * cost.draft);
                 lengths.timed(Cost { verify, draft, ..cost });
@@ -506,8 +506,8 @@ mod tests {
 
     #[test]
     fn a_busy_machine_hides_no_length() {
-        // As a target beyond the cache in float32: rows cost next to nothing, and the length that is
-        // best is so by a few percent.
+        // Like a float32 target larger than the cache: rows are nearly free, and the best length is
+        // best by only a few percent.
         let flat = Machine { first: 23.0, more: 0.1, draft: 1.0 };
         for rate in [0.6, 0.7, 0.8, 0.9] {
             let (auto, last) = flat.run_beside(Speculate::Auto, &[rate], 300, 0.8);

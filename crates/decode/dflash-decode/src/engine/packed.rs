@@ -1,8 +1,8 @@
-//! A step on a CPU where few rows are packed: buffers that are made once, and no tensors for tokens that
-//! are the most likely ones.
+//! A step on a CPU with packed few-row passes: buffers are reused, and greedy tokens need no
+//! tensors.
 //!
-//! Sequences that are few rows together share a pass. Shapes: `b` slots of a block, `k` layers that the
-//! draft looks at, `h` hidden, `r` rows of a pass.
+//! Sequences that are few rows together share a pass. Shapes: `b` slots of a block, `k` auxiliary
+//! layers, `h` hidden, `r` rows of a pass.
 
 use std::time::Instant;
 
@@ -16,22 +16,21 @@ use super::sequence::Sequence;
 use super::{Output, Plan};
 use crate::drafter::Drafter;
 
-/// What a step takes and fills.
+/// Buffers of a step.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
     target: &'a dflash_target::PackedDecoder,
     draft: Option<PackedDraft<'a>>,
     hidden: usize,
-    /// Tokens of a pass `[r]`, and the target's own after each of these.
+    /// Tokens of a pass `[r]`, and the target's own token after each.
     ids: Vec<i64>,
     own: Vec<i64>,
     /// The residual stream [r, h] of the draft, then of the target.
     x: Vec<f32>,
-    /// What the draft looks at [r, k, h].
+    /// Auxiliary hidden states [r, k, h].
     features: Vec<f32>,
 }
 
-/// What it has of the draft.
 #[derive(Debug)]
 struct PackedDraft<'a> {
     rows: &'a dflash_draft::PackedDecoder,
@@ -40,11 +39,11 @@ struct PackedDraft<'a> {
     masks: Vec<f32>,
 }
 
-/// Rows of a pass at most.
+/// Maximum rows per pass.
 const MOST: usize = dflash_target::PackedDecoder::MAX_ROWS;
 
 impl<'a> Packed<'a> {
-    /// Where the few rows of both models are packed, and a pass takes a block.
+    /// `None` unless few rows of both models are packed and a pass can hold a block.
     pub(super) fn new(target: &'a Target, proposer: &Proposer<'a>) -> Option<Self> {
         let rows = target.packed_decoder()?;
         let draft = match proposer.draft() {
@@ -77,12 +76,12 @@ impl<'a> Packed<'a> {
         })
     }
 
-    /// Whether a pass takes the rows of `plan`.
+    /// Whether the rows of `plan` fit in a pass.
     pub(super) fn takes(&self, plan: &Plan) -> bool {
         plan.rows() <= MOST
     }
 
-    /// Drafts for `plans`, verifies them, and keeps what is accepted in the caches.
+    /// Drafts for `plans`, verifies, and keeps accepted tokens in the caches.
     pub(super) fn step(
         &mut self,
         sequences: &mut [Sequence],
@@ -117,13 +116,13 @@ impl<'a> Packed<'a> {
         (outputs, cost)
     }
 
-    /// Rows that the draft's context lacks.
+    /// Number of rows missing from the draft's context.
     fn pending(&self, sequence: &Sequence) -> usize {
         let Some(draft) = &self.draft else { return 0 };
         sequence.pending.len() / (draft.layer_ids.len() * self.hidden)
     }
 
-    /// Brings the contexts of the sequences `which`, in order, up to date.
+    /// Updates the contexts of the sequences `which`, given in ascending order.
     pub(super) fn catch_up(&mut self, sequences: &mut [Sequence], which: &[usize]) {
         let Some(draft) = &self.draft else { return };
         let width = draft.layer_ids.len() * self.hidden;
@@ -137,7 +136,7 @@ impl<'a> Packed<'a> {
             }
             return sequence.pending.clear();
         }
-        // Of each what a pass takes, as often as it takes.
+        // Repeats passes with as many rows of each as fit.
         loop {
             let (mut parts, mut rows) = (Vec::new(), 0);
             let mut wanted = which.iter().copied().peekable();
@@ -160,7 +159,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// The draft's proposals for the plans that want some.
+    /// The draft's proposals for the plans that need some.
     fn propose(&mut self, sequences: &mut [Sequence], plans: &mut [Plan], drafter: &Drafter<'_>) {
         let mut drafting: Vec<&mut Plan> =
             plans.iter_mut().filter(|plan| plan.drafted > 0).collect();
@@ -171,7 +170,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// The same for as many as a pass takes.
+    /// [`Self::propose`] for as many as fit in a pass.
     fn propose_together(
         &mut self,
         sequences: &[Sequence],
@@ -208,7 +207,7 @@ impl<'a> Packed<'a> {
             }
             return;
         }
-        // The rows that are wanted, moved together.
+        // Gathers the needed rows.
         let mut rows = 0;
         for (number, plan) in plans.iter().enumerate() {
             let start = number * block + first;
@@ -228,7 +227,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Runs the target over the tokens of `plans`, which are few rows together, and takes what it says.
+    /// Runs the target over the tokens of `plans`, few rows in total, and processes its output.
     fn verify(
         &mut self,
         sequences: &mut [Sequence],
@@ -284,7 +283,7 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// How many of the first, at least one, are few rows together.
+/// How many leading entries, at least one, are few rows together.
 fn group_length(rows: impl Iterator<Item = usize>) -> usize {
     let mut sum = 0;
     let fit = rows.take_while(|rows| {

@@ -1,21 +1,21 @@
-//! Caches of sequences that have ended, for prompts that begin alike.
+//! Caches of ended sequences, reused for prompts with the same beginning.
 
 use dflash_draft::{ContextCache, Draft};
 use dflash_target::{KvCache, Target};
 
 use super::LEAST_REUSE;
 
-/// Kept caches, together of a bounded size; the one that was used longest ago goes first.
+/// Retained caches of bounded total size; the least recently used is evicted first.
 #[derive(Debug)]
 pub(super) struct Prefixes {
-    /// Longest unused first.
+    /// Least recently used first.
     entries: Vec<Entry>,
-    /// Of all entries.
+    /// Total over all entries.
     bytes: usize,
     most_bytes: usize,
 }
 
-/// The caches of a sequence that has ended, without room for more.
+/// The caches of an ended sequence, without spare capacity.
 #[derive(Debug)]
 pub(super) struct Entry {
     tokens: Vec<i64>,
@@ -29,15 +29,14 @@ impl Entry {
         (&self.cache, self.context.as_ref())
     }
 
-    /// Whether `other` can stand in for it.
+    /// Whether `other` covers this entry.
     fn is_within(&self, other: &Self) -> bool {
         other.tokens.starts_with(&self.tokens)
             && (other.context.is_some() || self.context.is_none())
             && other.cache.earliest() <= self.tokens.len()
     }
 
-    /// Tokens that it has of the beginning of `prompt`; of the draft's cache too for a sequence that
-    /// `drafts`.
+    /// Length of the common prefix with `prompt`; if `drafts`, the draft's cache must cover it too.
     fn shared(&self, prompt: &[i64], drafts: bool) -> usize {
         match self.context.is_some() || !drafts {
             true => common(prompt, &self.tokens),
@@ -51,7 +50,7 @@ impl Prefixes {
         Self { entries: Vec::new(), bytes: 0, most_bytes }
     }
 
-    /// Keeps nothing any more.
+    /// Drops all entries.
     pub(super) fn clear(&mut self) {
         self.entries.clear();
         self.bytes = 0;
@@ -61,13 +60,13 @@ impl Prefixes {
         self.bytes
     }
 
-    /// How much of the beginning of `prompt` an entry has, whether or not its caches can be copied there.
+    /// Longest common prefix of `prompt` with any entry, even if its caches cannot be copied there.
     pub(super) fn longest(&self, prompt: &[i64], drafts: bool) -> usize {
         self.entries.iter().map(|entry| entry.shared(prompt, drafts)).max().unwrap_or(0)
     }
 
-    /// The entry with most of the beginning of `prompt` that can be copied, and how many tokens that is;
-    /// of the draft's cache too for a sequence that `drafts`. It counts as used.
+    /// The entry with the longest copyable prefix of `prompt`, and its length; if `drafts`, the
+    /// draft's cache must cover it too. Counts as a use.
     pub(super) fn find(&mut self, prompt: &[i64], drafts: bool) -> Option<(usize, &Entry)> {
         let rows = |entry: &Entry| usable(entry.shared(prompt, drafts), &entry.cache);
         let best = (0..self.entries.len()).max_by_key(|&at| rows(&self.entries[at]))?;
@@ -80,7 +79,7 @@ impl Prefixes {
         self.entries.last().map(|entry| (rows, entry))
     }
 
-    /// Keeps what a sequence has in its caches, which hold `tokens`.
+    /// Keeps a copy of a sequence's caches, which hold `tokens`.
     pub(super) fn insert(
         &mut self,
         tokens: &[i64],
@@ -111,13 +110,13 @@ impl Prefixes {
     }
 }
 
-/// Of so many tokens that `cache` has in common with a prompt, those that can be copied: all, or none
-/// where layers carry a state that is not known there any more.
+/// How many of `tokens` common tokens can be copied from `cache`: all, or none if a recurrent state
+/// is no longer known at that length.
 pub(super) fn usable(tokens: usize, cache: &KvCache) -> usize {
     if tokens >= cache.earliest() { tokens } else { 0 }
 }
 
-/// How many tokens two sequences have in common before they part.
+/// Length of the common prefix.
 pub(super) fn common(one: &[i64], other: &[i64]) -> usize {
     one.iter().zip(other).take_while(|(one, other)| one == other).count()
 }

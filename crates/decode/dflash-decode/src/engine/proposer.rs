@@ -1,4 +1,4 @@
-//! Where proposals come from: nowhere, the text so far, or a draft.
+//! Sources of proposals: none, the text so far, or a draft.
 
 use dflash_draft::{Draft, LoadedDraft};
 use dflash_target::Target;
@@ -6,24 +6,24 @@ use dflash_target::Target;
 use crate::Error;
 use crate::drafter::{Drafter, check_block};
 
-/// What proposes tokens to a target.
+/// Source of a target's proposals.
 #[derive(Debug, Clone, Copy)]
 pub enum Proposals<'a> {
-    /// Nothing: plain decoding.
+    /// None: plain decoding.
     None,
-    /// Look-up decoding, a draft that costs nothing: where the last tokens stood earlier in the text,
-    /// what followed them there is proposed.
+    /// Lookup decoding, at no cost: proposes the tokens that followed an earlier occurrence of the
+    /// last tokens.
     Ngram {
-        /// The longest run of last tokens that is looked up; shorter ones follow, down to one.
+        /// Maximum length of the looked-up suffix; shorter ones are tried next, down to one token.
         size: usize,
         /// Tokens proposed at a time.
         tokens: usize,
     },
-    /// A draft, which proposes only tokens of its vocabulary where it was trained to say no others.
+    /// A draft, limited to its pruned vocabulary if it has one.
     Draft(&'a LoadedDraft),
 }
 
-/// The same, made ready for a target.
+/// [`Proposals`] prepared for a target.
 #[derive(Debug)]
 pub(super) enum Proposer<'a> {
     None,
@@ -45,7 +45,7 @@ impl<'a> Proposer<'a> {
         })
     }
 
-    /// Tokens proposed at a time at most.
+    /// Maximum tokens proposed at a time.
     pub(super) fn most(&self) -> usize {
         match self {
             Self::None => 0,
@@ -54,7 +54,7 @@ impl<'a> Proposer<'a> {
         }
     }
 
-    /// Tokens that it could propose behind `text`.
+    /// Number of tokens that it could propose after `text`.
     pub(super) fn most_behind(&self, text: &[i64]) -> usize {
         match self {
             Self::Ngram { size, tokens } => look_up(text, *size, *tokens).len(),
@@ -62,7 +62,7 @@ impl<'a> Proposer<'a> {
         }
     }
 
-    /// Up to `proposals` tokens behind `text` that take no pass of a draft.
+    /// Up to `proposals` looked-up tokens after `text`; none for a draft.
     pub(super) fn looked_up<'t>(&self, text: &'t [i64], proposals: usize) -> &'t [i64] {
         match self {
             Self::Ngram { size, .. } => look_up(text, *size, proposals),
@@ -79,8 +79,8 @@ impl<'a> Proposer<'a> {
     }
 }
 
-/// What followed the last tokens of `text` where they stood before: of the longest run of at most
-/// `size` that is found, and there the latest place, at most `proposals` tokens.
+/// At most `proposals` tokens that followed the latest earlier occurrence of the longest suffix of
+/// `text`, of at most `size` tokens, that occurs earlier.
 fn look_up(text: &[i64], size: usize, proposals: usize) -> &[i64] {
     let end = text.len();
     for size in (1..=size.min(end.saturating_sub(1))).rev() {

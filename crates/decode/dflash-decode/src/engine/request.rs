@@ -1,4 +1,4 @@
-//! What is asked of an engine, and what comes of it.
+//! Requests to an engine, and their outputs.
 
 use dflash_settings::Speculate;
 use dflash_target::Target;
@@ -8,48 +8,48 @@ use crate::grammar::Grammar;
 use crate::limits::Limits;
 use crate::sampling::Sampling;
 
-/// What an engine may use.
+/// Limits of an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
-    /// Sequences decoded together at most.
+    /// Maximum number of active sequences.
     pub max_sequences: usize,
-    /// Tokens of a sequence at most, prompt and answer together.
+    /// Maximum sequence length in tokens, prompt and answer together.
     pub max_model_len: usize,
-    /// Tokens of prompts that one step reads at most, so that those who decode do not wait long.
+    /// Maximum prompt tokens per step, to bound the delay of decoding sequences.
     pub prefill_tokens: usize,
-    /// Bytes that the caches of finished sequences take at most.
+    /// Memory limit for retained prefix caches, bytes.
     pub prefix_bytes: usize,
-    /// How many tokens are proposed at a time.
+    /// Number of tokens proposed at a time.
     pub speculate: Speculate,
 }
 
-/// What is asked of an engine.
+/// A request to an engine.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// The prompt's tokens, at least one.
+    /// Prompt tokens, at least one.
     pub prompt: Vec<i64>,
-    /// Tokens of the answer at most, its end token included; with 0 the prompt is read and nothing said.
+    /// Maximum answer tokens, including the end token; with 0 only the prompt is read.
     pub max_new_tokens: usize,
     /// Tokens that end the answer.
     pub stop_ids: Vec<i64>,
-    /// How its tokens are chosen.
+    /// How tokens are chosen.
     pub sampling: Sampling,
-    /// What is done to the logits before.
+    /// Changes of the logits before sampling.
     pub adjustments: LogitAdjustments,
-    /// What the answer's text must be a beginning of, and its whole where it ends by itself.
+    /// Grammar that constrains the answer; at its own end the text must satisfy it completely.
     pub grammar: Option<Grammar>,
-    /// Seed of the choice.
+    /// Random seed.
     pub seed: u64,
-    /// Report the logarithm of each token's probability, and of so many of the most likely ones.
+    /// Report each token's log-probability, and those of this many most likely tokens.
     pub logprobs: Option<usize>,
-    /// Report the same of the prompt's tokens. The prompt is read whole then, whatever others have of it.
+    /// Also report log-probabilities of the prompt. It is then read without cached prefixes.
     pub prompt_logprobs: bool,
-    /// Whether tokens may be proposed, where there is something that proposes them.
+    /// Whether to use proposals, if there is a proposer.
     pub speculative: bool,
 }
 
 impl EngineOptions {
-    /// For one sequence at a time, of all that `target` takes, whose prompt is read at once.
+    /// For one sequence at a time of the target's maximum length, whose prompt is read in one pass.
     pub fn one_by_one(target: &Target, speculate: Speculate) -> Self {
         let max_model_len = target.config().max_position_embeddings as usize;
         Self {
@@ -63,7 +63,7 @@ impl EngineOptions {
 }
 
 impl Request {
-    /// To answer `prompt` within `limits`, with proposals where there are some.
+    /// A request to answer `prompt` within `limits`, with proposals if there is a proposer.
     pub fn new(prompt: &[i64], limits: &Limits, sampling: Sampling, seed: u64) -> Self {
         Self {
             prompt: prompt.to_vec(),
@@ -80,7 +80,7 @@ impl Request {
     }
 }
 
-/// A sequence of an engine, never given twice.
+/// Identifies a sequence of an engine; never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(u64);
 
@@ -90,21 +90,21 @@ impl SequenceId {
     }
 }
 
-/// What a step made of a sequence.
+/// Output of one step for one sequence.
 #[derive(Debug, Clone)]
 pub struct Output {
     /// The sequence.
     pub id: SequenceId,
     /// New tokens, cut at the answer's end.
     pub tokens: Vec<NewToken>,
-    /// Of the prompt's tokens from the second one on, where that was asked for; with the first output.
+    /// Log-probabilities of the prompt from its second token on, if requested; with the first
+    /// output.
     pub prompt: Vec<Logprob>,
-    /// The block that was verified; `None` for the token that the prompt itself gives, and where nothing
-    /// was proposed.
+    /// The verified block; `None` for the first token, from the prompt, and without proposals.
     pub block: Option<Block>,
-    /// Why the answer ends here. The sequence is gone then.
+    /// Why the answer ended; the sequence has then been removed.
     pub finish: Option<Finish>,
-    /// Tokens of the prompt that were not read but copied.
+    /// Prompt tokens copied from a cached prefix.
     pub cached_tokens: usize,
 }
 
@@ -113,35 +113,35 @@ pub struct Output {
 pub struct NewToken {
     /// The token.
     pub id: i64,
-    /// Where they were asked for.
+    /// If requested.
     pub logprob: Option<Logprob>,
 }
 
-/// Natural logarithms of probabilities by the target's logits, before temperature and filters.
+/// Log-probabilities (natural) under the target's logits, before temperature and filters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logprob {
-    /// Of the token.
+    /// Of the chosen token.
     pub chosen: f64,
-    /// Of the most likely ones, these first.
+    /// Of the most likely tokens, in descending order.
     pub top: Vec<(i64, f64)>,
 }
 
 /// A verified block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Block {
-    /// What was proposed.
+    /// The proposals.
     pub proposed: Vec<i64>,
-    /// How many of these, from the first on, the target accepted.
+    /// Number of leading proposals that the target accepted.
     pub accepted: usize,
 }
 
 /// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// By an end token.
+    /// An end token.
     Stop,
-    /// It has as many tokens as it may.
+    /// The length limit.
     Length,
-    /// What its grammar allows next takes more to find out than it may.
+    /// Computing the grammar's next tokens would exceed its limits.
     Grammar,
 }

@@ -13,10 +13,10 @@ use crate::drafter::to_host;
 use crate::limits::roomy;
 use crate::sampling::Sampler;
 
-/// Tokens of an answer that a first cache has room for; it doubles as the answer grows.
+/// Answer tokens that the first cache has room for; capacity doubles as the answer grows.
 const FIRST_ANSWER: usize = 256;
 
-/// Rows of a prompt whose logits are made at a time: of a large vocabulary some 60 MB with what is made of them.
+/// Prompt rows whose logits are computed at once; about 60 MB for a large vocabulary.
 const PROMPT_ROWS: usize = 32;
 
 /// A prompt and its answer so far.
@@ -25,33 +25,33 @@ pub(super) struct Sequence {
     pub(super) id: SequenceId,
     request: Request,
     pub(super) sampler: Sampler,
-    /// Where its request changes logits.
+    /// If the request changes logits.
     adjuster: Option<Adjuster>,
-    /// Prompt and answer, all that the target accepted. Once the prompt is read, all but the last
-    /// one, the bonus token, are in the caches.
+    /// Prompt and accepted answer tokens. Once the prompt is read, all except the last, the bonus
+    /// token, are in the caches.
     tokens: Vec<i64>,
-    /// Where the answer begins.
+    /// Start of the answer.
     prompt: usize,
     pub(super) cache: KvCache,
-    /// Of a sequence that drafts.
+    /// The draft's context, if the sequence drafts.
     pub(super) context: Option<ContextCache>,
-    /// What the draft looks at of accepted tokens that are not in its context yet: they wait for the next
-    /// block, so that steps without one do without the pass.
+    /// Auxiliary hidden states of accepted tokens not yet in the draft's context; processed with
+    /// the next block, so steps without one save the pass.
     pub(super) pending: Vec<f32>,
-    /// Whether tokens may be proposed, and how many were accepted lately.
+    /// Whether tokens may be proposed, and recent acceptance.
     pub(super) speculative: bool,
     pub(super) acceptance: Acceptance,
-    /// Of the last step the proposals and how many were accepted.
+    /// Number of proposals of the last step, and of accepted ones.
     pub(super) verified: (usize, usize),
-    /// What is to be told of its prompt.
+    /// Log-probabilities of the prompt to report.
     prompt_logprobs: Vec<Logprob>,
-    /// Whether its prompt is being read.
+    /// Whether reading the prompt has begun.
     pub(super) begun: bool,
-    /// Whether its prompt is read in one pass and shares no rows: by its length it has other rotary
-    /// frequencies than shorter ones.
+    /// Whether the prompt must be read in one pass and cannot share rows: its length selects other
+    /// rotary frequencies than shorter prompts.
     pub(super) is_whole: bool,
-    /// Where a piece of the prompt ends, so that the caches can be copied there: where other prompts go on
-    /// otherwise. Only where the target's layers carry a state.
+    /// Where pieces of the prompt must end so that the caches can be copied there, i.e. where other
+    /// prompts diverge. Used only if layers carry a state.
     stops: BTreeSet<usize>,
     cached_tokens: usize,
 }
@@ -80,7 +80,7 @@ impl Sequence {
             context,
             pending: Vec::new(),
             speculative: request.speculative,
-            // Rows that are copied give no logits.
+            // Copied rows give no logits.
             begun: request.prompt_logprobs,
             prompt_logprobs: Vec::new(),
             request,
@@ -100,12 +100,12 @@ impl Sequence {
         self.prompt
     }
 
-    /// The last token, whose own state no cache holds yet; `None` while the prompt is being read.
+    /// The last token, which is not cached yet; `None` while the prompt is being read.
     pub(super) fn bonus(&self) -> Option<i64> {
         self.tokens[self.prompt..].last().copied()
     }
 
-    /// Tokens whose rows can be copied; of the draft's cache too for one that `drafts`.
+    /// Number of copyable rows; if `drafts`, the draft's cache must have them too.
     pub(super) fn cached_rows(&self, drafts: bool) -> usize {
         match (&self.context, drafts) {
             (_, false) => self.cache.len(),
@@ -122,22 +122,22 @@ impl Sequence {
         (self.cache, self.context)
     }
 
-    /// The tokens that the target's cache holds.
+    /// The tokens in the target's cache.
     pub(super) fn held(&self) -> &[i64] {
         &self.tokens[..self.cache.len().min(self.tokens.len())]
     }
 
-    /// Lets a piece of the prompt end behind so many tokens.
+    /// Makes a piece of the prompt end after `tokens` tokens.
     pub(super) fn stop_at(&mut self, tokens: usize) {
         self.stops.insert(tokens);
     }
 
-    /// Whether the caches hold what is to be kept for other prompts.
+    /// Whether the caches have reached a length to keep for other prompts.
     pub(super) fn is_at_stop(&self) -> bool {
         self.stops.contains(&self.cache.len())
     }
 
-    /// The prompt's next tokens, `most` or fewer; all where it is read in one pass.
+    /// The next prompt tokens, at most `most`; all if the prompt is read in one pass.
     pub(super) fn next_piece(&self, most: usize) -> &[i64] {
         if self.is_whole {
             return &self.tokens[..self.prompt];
@@ -151,28 +151,28 @@ impl Sequence {
         self.cache.bytes() + self.context.as_ref().map_or(0, ContextCache::bytes)
     }
 
-    /// Room that the sequence begins with.
+    /// Initial capacity of the sequence.
     pub(super) fn first_capacity(&self) -> usize {
         first_capacity(&self.request, self.prompt)
     }
 
-    /// Tokens that the answer may still have.
+    /// Number of tokens that the answer may still have.
     pub(super) fn room(&self) -> usize {
         self.request.max_new_tokens - (self.tokens.len() - self.prompt)
     }
 
-    /// Whether more is asked than its most likely tokens.
+    /// Whether logits are needed, rather than only the argmax.
     pub(super) fn wants_logits(&self) -> bool {
         !self.is_plainly_greedy() || self.request.logprobs.is_some()
     }
 
-    /// Whether its tokens are the most likely ones by the target's own logits.
+    /// Whether its tokens are the argmax of the unmodified logits.
     pub(super) fn is_plainly_greedy(&self) -> bool {
         self.sampler.is_greedy() && self.adjuster.is_none()
     }
 
-    /// The target's tokens by its logits [n + 1, V] behind the last token and each of `n` that were
-    /// proposed, drawn from `draft_nv` where that matters: as many as are certain.
+    /// The target's tokens given its logits [n + 1, V] after the last token and after each of `n`
+    /// proposals, which were drawn from `draft_nv` if that matters. Returns as many as are certain.
     pub(super) fn verify(
         &mut self,
         proposed: &[i64],
@@ -185,8 +185,8 @@ impl Sequence {
         self.sampler.verify(proposed, draft_nv, logits_bv, self.tokens.len())
     }
 
-    /// Takes what is to be told of the prompt from states [T, H] of its tokens from position `first` on:
-    /// each tells of the token behind it.
+    /// Collects the prompt's log-probabilities from states [T, H] of its tokens starting at
+    /// position `first`; each state predicts the next token.
     pub(super) fn read_prompt(&mut self, states_th: &Tensor, first: usize, target: &Target) {
         let Some(top) = self.request.logprobs.filter(|_| self.request.prompt_logprobs) else {
             return;
@@ -199,7 +199,7 @@ impl Sequence {
         }
     }
 
-    /// Begins with the rows of another sequence that began alike.
+    /// Starts from the copied caches of another sequence with the same prefix.
     pub(super) fn start_from(&mut self, cache: KvCache, context: Option<ContextCache>) {
         self.cached_tokens = cache.len();
         (self.cache, self.context) = (cache, context);
@@ -218,9 +218,9 @@ impl Sequence {
         }
     }
 
-    /// Takes the proposed tokens while they are the target's `own`, of which there is one more, and the
-    /// next one of these. Also returns how many tokens that are; `logits_bv`, needed where more is asked
-    /// than the most likely tokens, has a row for each of `own`.
+    /// Accepts proposed tokens while they equal the target's `own` (one more than proposed), plus
+    /// the next one of those. Also returns how many tokens that is. `logits_bv` has one row per
+    /// token in `own`; it is required unless plain greedy tokens suffice.
     pub(super) fn take(
         &mut self,
         proposed: &[i64],
@@ -237,7 +237,7 @@ impl Sequence {
         let said = stop.map_or(tokens.len().min(room), |at| at + 1);
         let said = if has_failed { 0 } else { said };
         let finish = match stop {
-            // These tokens were chosen without it.
+            // These tokens were chosen without the grammar.
             _ if has_failed => Some(Finish::Grammar),
             Some(_) => Some(Finish::Stop),
             None => (said == room).then_some(Finish::Length),
@@ -261,7 +261,7 @@ impl Sequence {
     }
 }
 
-/// Caches with room for so many tokens; the draft's where it proposes.
+/// Caches with capacity for `tokens`; also the draft's if there is one.
 pub(super) fn empty_caches(
     target: &Target,
     draft: Option<&Draft>,
@@ -270,12 +270,12 @@ pub(super) fn empty_caches(
     (target.new_cache(capacity), draft.map(|draft| draft.new_cache(capacity as i64)))
 }
 
-/// Room that a sequence begins with.
+/// Initial capacity of a sequence.
 pub(super) fn first_capacity(request: &Request, prompt: usize) -> usize {
     roomy(prompt + request.max_new_tokens.min(FIRST_ANSWER))
 }
 
-/// The logarithms of the probabilities of `tokens`, one for each of the first rows of logits [B, V].
+/// Log-probabilities of `tokens`, one for each of the first rows of logits [B, V].
 fn logprobs_of(tokens: &[i64], top: usize, logits_bv: &Tensor) -> Vec<Logprob> {
     let rows = tokens.len() as i64;
     let log_bv = logits_bv.narrow(0, 0, rows).log_softmax(-1, Kind::Double);

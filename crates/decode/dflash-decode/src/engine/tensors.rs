@@ -1,7 +1,7 @@
-//! A step by libtorch's operations: prompts, GPUs, and models whose few rows are not packed.
+//! A step with libtorch operations: prompts, GPUs, and models without packed few-row passes.
 //!
-//! Shapes: `s` sequences, `b` slots of a block, `t` tokens of a pass, `r` rows whose logits are wanted,
-//! `k` auxiliary hidden states side by side.
+//! Shapes: `s` sequences, `b` slots of a block, `t` tokens of a pass, `r` rows whose logits are
+//! needed, `k` auxiliary hidden states, concatenated.
 
 use std::time::Instant;
 
@@ -16,20 +16,20 @@ use super::sequence::Sequence;
 use super::{Output, Plan};
 use crate::drafter::{Drafter, to_host};
 
-/// A sequence's part in a pass.
+/// One sequence's part of a pass.
 pub(super) struct Turn {
-    /// Which sequence.
+    /// Index of the sequence.
     pub(super) at: usize,
     /// Its tokens in the pass `[t]`.
     ids_t: Tensor,
-    /// How many of the last of these have logits that are wanted: one more than were proposed, or none.
+    /// Number of its last tokens whose logits are needed: one more than were proposed, or none.
     rows: usize,
-    /// The distributions that proposals were drawn from, where their verification asks for them.
+    /// The distributions of the proposals, if verification needs them.
     shares: Option<Tensor>,
 }
 
 impl Turn {
-    /// The next piece of a prompt; its last one gives a token.
+    /// The next piece of a prompt; the last piece gives a token.
     pub(super) fn of_prompt(at: usize, piece: &[i64], is_last: bool, target: &Target) -> Self {
         Self { at, ids_t: to_device(piece, target), rows: usize::from(is_last), shares: None }
     }
@@ -38,17 +38,16 @@ impl Turn {
         self.ids_t.size()[0] as usize
     }
 
-    /// Those that were proposed.
     fn proposed(&self) -> Tensor {
         let proposed = self.rows.saturating_sub(1);
         self.ids_t.narrow(0, (self.tokens() - proposed) as i64, proposed as i64)
     }
 }
 
-/// Drafts for `plans`, runs the target over them and over pieces of prompts, takes what it says, and keeps
-/// what is accepted in the caches.
+/// Drafts for `plans`, runs the target over them and over pieces of prompts, processes the output,
+/// and keeps accepted tokens in the caches.
 ///
-/// On a GPU a draft's time is found in that of the verification, which waits for it.
+/// On a GPU the draft's time is included in the verification's, which waits for it.
 pub(super) fn step(
     sequences: &mut [Sequence],
     (plans, prompts): (&[Plan], Vec<Turn>),
@@ -58,7 +57,7 @@ pub(super) fn step(
     let mut turns = drafted(sequences, plans, (target, proposer));
     let draft = began.elapsed().as_secs_f64();
     turns.extend(prompts);
-    // In the order of the sequences, as the caches are borrowed.
+    // In sequence order, in which the caches are borrowed.
     turns.sort_by_key(|turn| turn.at);
     let before: Vec<usize> = turns.iter().map(|turn| sequences[turn.at].cache.len()).collect();
     let output = run(sequences, &turns, (target, proposer));
@@ -78,7 +77,7 @@ pub(super) fn step(
     (outputs, cost)
 }
 
-/// The turns of sequences that are past their prompts: what was proposed, and what a draft proposes now.
+/// Turns of the sequences that are past their prompts, with looked-up and newly drafted proposals.
 fn drafted(
     sequences: &[Sequence],
     plans: &[Plan],
@@ -97,14 +96,15 @@ fn drafted(
             (proposed, shares) = proposals.next().expect("one for each that drafts");
             ids_t = Tensor::cat(&[ids_t, proposed], 0);
         }
-        // A head may have proposed fewer than the plan has room for.
+        // A head may propose fewer tokens than planned.
         let rows = ids_t.size()[0] as usize;
         Turn { at: plan.at, ids_t, rows, shares }
     };
     plans.iter().map(turn).collect()
 }
 
-/// The draft's proposals behind the bonus tokens of sequences, and what [`Turn::shares`] keeps of them.
+/// The draft's proposals after the sequences' bonus tokens, with the distributions for
+/// [`Turn::shares`].
 fn propose(
     sequences: &[Sequence],
     plans: &[&Plan],
@@ -136,7 +136,7 @@ fn propose(
     plans.iter().enumerate().map(choose).collect()
 }
 
-/// Appends all turns to the caches.
+/// Runs the target over all turns, appending to the caches.
 fn run(
     sequences: &mut [Sequence],
     turns: &[Turn],
@@ -155,7 +155,7 @@ fn run(
     target.forward_sequences(&Tensor::cat(&ids_t, 0), &mut parts, aux_layers)
 }
 
-/// What each sequence says now, and how many of its tokens in the pass stay.
+/// Each sequence's output, and how many of its tokens in the pass are kept.
 fn verify(
     sequences: &mut [Sequence],
     turns: &[Turn],
@@ -168,7 +168,7 @@ fn verify(
     }
     let rows_rh = output.hidden_td.index_select(0, &to_device(&wanted, target));
     let logits_rv = target.logits(&rows_rh);
-    // One transfer for all: on a GPU every read waits for the whole step.
+    // One transfer for everything: on a GPU each read waits for the whole step.
     let mut all = vec![most_likely(&logits_rv)];
     all.extend(turns.iter().map(Turn::proposed));
     let all = to_host(&Tensor::cat(&all, 0));
@@ -196,7 +196,7 @@ fn verify(
     (outputs, kept)
 }
 
-/// Cuts the target's caches back to what stays and gives its auxiliary hidden states to the draft's.
+/// Truncates the target's caches to the kept tokens; queues their features for the draft.
 fn keep(
     sequences: &mut [Sequence],
     turns: &[Turn],
@@ -226,7 +226,7 @@ fn keep(
     }
 }
 
-/// Behind the last token of each turn, counted over all of them.
+/// End of each turn's tokens, cumulative.
 fn ends(turns: &[Turn]) -> impl Iterator<Item = i64> {
     turns.iter().scan(0, |end, turn| {
         *end += turn.ids_t.size()[0];

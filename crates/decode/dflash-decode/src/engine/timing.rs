@@ -1,4 +1,4 @@
-//! The times that lengths are first chosen by.
+//! Initial timing of passes, for the first choices of the number of proposals.
 
 use std::time::{Duration, Instant};
 
@@ -11,14 +11,13 @@ use crate::Error;
 use crate::limits::Limits;
 use crate::sampling::Sampling;
 
-/// Passes of each size that are timed at the start; the last ones count most.
+/// Timed passes per size at the start; later ones have more weight.
 const TIMED_PASSES: usize = 4;
-/// When no more sizes are timed.
+/// Time limit for measuring further sizes.
 const LONGEST_TIMING: Duration = Duration::from_millis(300);
 
 impl Engine<'_> {
-    /// Times passes of several sizes, so that the first lengths are chosen in their light: of some sizes at
-    /// least, and of more while that does not take long.
+    /// Times passes of several sizes: a minimum set, and more as long as time allows.
     pub(super) fn time_passes(&mut self) -> Result<(), Error> {
         let most = self.lengths.most();
         let sizes = [0, most, most / 2, most / 4, 1];

@@ -1,4 +1,4 @@
-//! The drafts that are measured side by side, each at the lengths that were asked for.
+//! The drafts under evaluation, each at the requested numbers of proposals.
 
 use std::path::{Path, PathBuf};
 
@@ -14,27 +14,25 @@ use crate::Error;
 use crate::engine::{Engine, EngineOptions};
 use crate::models::{DraftSource, LoadedProposer, check_target};
 
-/// All drafts, loaded.
 #[derive(Debug)]
 pub(super) struct Drafts {
     drafts: Vec<Loaded>,
-    /// The lengths that each is measured at.
+    /// The numbers of proposals to evaluate.
     lengths: Vec<Speculate>,
 }
 
-/// What proposes.
 #[derive(Debug)]
 struct Loaded {
     label: String,
     proposer: LoadedProposer,
-    /// Proposals at a time at most.
+    /// Maximum tokens proposed at a time.
     proposals: usize,
-    /// Directory of a trained draft, and digest of its file of weights.
+    /// Directory of a trained draft, and digest of its weights file.
     dir: Option<PathBuf>,
     weights: Option<String>,
 }
 
-/// A draft at a length.
+/// A draft at one number of proposals.
 #[derive(Debug, Clone)]
 pub(super) struct DraftMode<'a> {
     draft: &'a Loaded,
@@ -47,7 +45,7 @@ impl Drafts {
     /// Loads the drafts of `sources` for `target`.
     ///
     /// # Errors
-    /// A draft that cannot be loaded, or was made for another target.
+    /// A draft that cannot be loaded or was made for another target.
     pub(super) fn load(
         settings: &EvalSettings,
         (target, identity): (&Target, &TargetIdentity),
@@ -77,19 +75,19 @@ impl Drafts {
         Ok(Self { drafts, lengths: settings.speculate.clone() })
     }
 
-    /// Keeps each draft's part of the report beside the checkpoint of a run that it is, where that can
-    /// be written to: the figures are printed all the same.
+    /// Stores each draft's part of the report with its run checkpoint, if that is writable;
+    /// failures are ignored, since the figures are printed as well.
     pub(super) fn keep_beside(&self, evaluations: &[Evaluation]) {
         for draft in &self.drafts {
             let Some(dir) = &draft.dir else { continue };
             if let Err(error) = draft.keep_beside(dir, evaluations) {
                 let dir = dir.display();
-                say(format!("the report is not kept beside the checkpoint {dir}: {error}"));
+                say(format!("the report could not be stored in the checkpoint {dir}: {error}"));
             }
         }
     }
 
-    /// Each draft at each length, in order.
+    /// Each draft at each number of proposals, in order.
     pub(super) fn modes(&self) -> Vec<DraftMode<'_>> {
         let mode = |draft: &'_ Loaded, speculate| {
             let label = match speculate {
@@ -119,10 +117,10 @@ impl Drafts {
 }
 
 impl<'a> DraftMode<'a> {
-    /// An engine of `target` with it.
+    /// An engine of `target` with this draft.
     ///
     /// # Errors
-    /// A draft that does not fit the target.
+    /// A draft that does not match the target.
     pub(super) fn engine(
         &self,
         target: &'a Target,
@@ -151,7 +149,7 @@ impl<'a> DraftMode<'a> {
             }
             LoadedProposer::None => (draft.label.clone(), None),
         };
-        // A draft's own figures are those of whole blocks: they alone are kept with its weights.
+        // Only figures for whole blocks are a draft's own and stored with its weights.
         let is_whole = self.label == draft.label;
         DraftFacts {
             name,
@@ -185,7 +183,7 @@ impl Loaded {
         if !kept.is_empty() {
             let (dir, figures) = (dir.display(), kept.len());
             say(format!(
-                "kept beside the checkpoint {dir}: {figures} results, which `dflash push` publishes; \
+                "stored in the checkpoint {dir}: {figures} results, which `dflash push` publishes; \
                  --no-record turns this off"
             ));
         }
@@ -193,7 +191,7 @@ impl Loaded {
     }
 }
 
-/// The last part of a name; all of it where two drafts share that.
+/// The last path component of a name, or the full name if two drafts share it.
 fn label(name: &str, sources: &[DraftSource]) -> String {
     fn last(name: &str) -> &str {
         name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)

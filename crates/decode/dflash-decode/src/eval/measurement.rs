@@ -1,4 +1,4 @@
-//! One set answered in one way: plainly and with every draft, side by side.
+//! Evaluates one set prompt by prompt: plainly and with every draft.
 
 use std::fmt::{self, Display, Formatter};
 use std::sync::atomic::AtomicBool;
@@ -17,10 +17,10 @@ use crate::lossless::compare;
 use crate::prompts::Prompt;
 use crate::sampling::Sampling;
 
-/// Tokens that the untimed first answer makes, each way.
+/// Tokens of the untimed first answer per mode.
 const WARM_UP_TOKENS: usize = 32;
 
-/// All decoders, and what they have shown so far.
+/// All decoders, and their results so far.
 #[derive(Debug)]
 pub(super) struct Measurement<'a> {
     target: &'a Target,
@@ -33,7 +33,6 @@ pub(super) struct Measurement<'a> {
     drafted: Vec<Drafted<'a>>,
 }
 
-/// A draft, and its answers.
 #[derive(Debug)]
 struct Drafted<'a> {
     mode: DraftMode<'a>,
@@ -66,7 +65,7 @@ impl<'a> Measurement<'a> {
         })
     }
 
-    /// An untimed answer each way: the first passes allocate, and fill caches.
+    /// An untimed answer per mode: the first passes allocate memory and fill caches.
     pub(super) fn warm_up(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
         let max_new_tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
         let limits = Limits { max_new_tokens, ..self.limits.clone() };
@@ -78,7 +77,7 @@ impl<'a> Measurement<'a> {
         Ok(())
     }
 
-    /// Answers a row, turn by turn, each way; later turns follow the plain answers.
+    /// Answers a row, turn by turn, in each mode; later turns follow the plain answers.
     pub(super) fn answer_row(
         &mut self,
         row: usize,
@@ -95,7 +94,7 @@ impl<'a> Measurement<'a> {
         })
     }
 
-    /// Answers one prompt each way; returns the plain answer's tokens.
+    /// Answers one prompt in each mode; returns the plain answer's tokens.
     fn answer_all(
         &mut self,
         place: (usize, usize),
@@ -104,7 +103,7 @@ impl<'a> Measurement<'a> {
     ) -> Result<Vec<i64>, Error> {
         let modes = self.drafted.len() + 1;
         let first = self.plain_answers.len() % modes;
-        // Each answer draws numbers of its own, the same every way.
+        // Each answer has its own random numbers, the same in each mode.
         let seed = super::seed_of(self.seed, place);
         let request = Request::new(ids, &self.limits, self.sampling, seed);
         let mut plain: Option<Generation> = None;
@@ -132,7 +131,7 @@ impl<'a> Measurement<'a> {
         Ok(plain)
     }
 
-    /// What was measured of `set`: plain decoding first, then every draft.
+    /// Results for `set`: plain decoding first, then every draft.
     pub(super) fn finish(self, set: &str, mode: EvalMode) -> Vec<Measured> {
         let whole = Whole::default;
         let plain = Measured::new(set, mode, NO_DRAFT, self.plain_answers, whole(), None, None);
@@ -168,7 +167,7 @@ fn answer_of(
     }
 }
 
-/// Tau of each draft so far, for the progress line.
+/// Shows each draft's tau so far in the progress line.
 impl Display for Measurement<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         write!(f, "{} answers", self.plain_answers.len())?;

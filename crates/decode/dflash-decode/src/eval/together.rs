@@ -1,6 +1,5 @@
-//! One set answered several prompts at a time by the engine: in parts, each plainly and with every draft
-//! before the next, and in another order than the one before, so that a machine that warms up or is shared
-//! slows all alike.
+//! Evaluates one set at higher concurrency, in parts: each part plainly and with every draft, in
+//! changing order, so that warm-up and machine load affect all equally.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -21,12 +20,12 @@ use crate::prompts::Prompt;
 use crate::sampling::Sampling;
 use crate::{Error, SequenceId};
 
-/// Tokens of prompts that one step reads at most, as `dflash serve` has it by default.
+/// Maximum prompt tokens per step, the default of `dflash serve`.
 const PREFILL_TOKENS: usize = 2048;
 /// Tokens of the untimed first answers.
 const WARM_UP_TOKENS: usize = 32;
 
-/// A set, how it is answered, and by what.
+/// A set, its mode, and the decoders.
 pub(super) struct Together<'a> {
     pub(super) settings: &'a EvalSettings,
     pub(super) target: &'a Target,
@@ -36,14 +35,14 @@ pub(super) struct Together<'a> {
     pub(super) mode: EvalMode,
 }
 
-/// The answer to a prompt, and the prompt.
+/// A prompt and its answer.
 #[derive(Debug)]
 struct Said {
     prompt: Vec<i64>,
     tokens: Vec<i64>,
 }
 
-/// Row and turn.
+/// (row, turn).
 type Place = (usize, usize);
 
 /// All answers of one drafter.
@@ -54,7 +53,7 @@ struct Round {
     parts: Vec<Part>,
 }
 
-/// A prompt that is being answered.
+/// A prompt being answered.
 struct Active {
     place: Place,
     prompt: Prompt,
@@ -67,10 +66,11 @@ struct Active {
 }
 
 impl Together<'_> {
-    /// Plain decoding and every draft at every length, in turns. `done` is called after each answer.
+    /// Runs plain decoding and every draft at every length, alternating. Calls `done` after each
+    /// answer.
     ///
     /// # Errors
-    /// A draft that does not fit the target; [`Error::Interrupted`].
+    /// A draft that does not match the target; [`Error::Interrupted`].
     pub(super) fn measure(
         &self,
         stop: &AtomicBool,
@@ -85,7 +85,7 @@ impl Together<'_> {
             self.warm_up(engine, stop)?;
         }
         let mut rounds: Vec<Round> = engines.iter().map(|_| Round::default()).collect();
-        // Where questions follow its answers plain decoding begins always.
+        // If questions follow plain decoding's answers, it always goes first.
         let fixed = usize::from(self.asked.prompts.iter().any(Prompt::has_later_turns));
         let parts = turns::parts(self.asked.prompts.len(), self.mode.concurrency);
         for (number, part) in parts.into_iter().enumerate() {
@@ -123,8 +123,8 @@ impl Together<'_> {
         }
     }
 
-    /// All prompts of a part, as many at a time as the engine holds. Later turns follow the answers of `plain`
-    /// decoding, where these are known, so that all drafts answer the same prompts.
+    /// Answers all prompts of a part, as many at a time as the engine holds. Later turns follow the
+    /// answers of `plain` decoding, if known, so that all drafts answer the same prompts.
     fn round(
         &self,
         engine: &mut Engine<'_>,
@@ -160,7 +160,7 @@ impl Together<'_> {
         Ok(round)
     }
 
-    /// Untimed answers: the first passes allocate, and fill caches.
+    /// Untimed answers: the first passes allocate memory and fill caches.
     fn warm_up(&self, engine: &mut Engine<'_>, stop: &AtomicBool) -> Result<(), Error> {
         let tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
         for prompt in self.asked.prompts.iter().take(self.mode.concurrency) {
@@ -179,7 +179,7 @@ impl Together<'_> {
         Request::new(&prompt.ids, &limits, Sampling::at(self.mode.temperature), seed)
     }
 
-    /// What is asked after an answer, if anything.
+    /// The next turn after an answer, if any.
     fn next_turn(
         &self,
         one: &Active,
@@ -193,7 +193,7 @@ impl Together<'_> {
         Ok(next.map(|prompt| ((row, turn + 1), prompt)))
     }
 
-    /// Every text against the plain one.
+    /// Compares every text with the plain one.
     fn lossless(&self, plain: &Round, drafted: &Round) -> Lossless {
         let mut lossless = Lossless::new(self.settings.tie_tolerance);
         for answer in &drafted.answers {
@@ -215,7 +215,7 @@ impl Active {
     }
 
     fn take(&mut self, output: &Output) {
-        // The first token is the prompt's, no step's.
+        // The first token comes from the prompt, not from a step.
         if !self.tokens.is_empty() {
             self.accepted.push(output.block.as_ref().map_or(0, |block| block.accepted));
         }
@@ -226,7 +226,6 @@ impl Active {
 }
 
 impl Round {
-    /// Takes the next part.
     fn append(&mut self, part: Self) {
         self.answers.extend(part.answers);
         self.said.extend(part.said);

@@ -1,4 +1,4 @@
-//! `evaluate` and `regenerate` from files to files, on a random model with a word-level tokenizer.
+//! `evaluate` and `regenerate` from files to files, with a random model and a word-level tokenizer.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -175,7 +175,7 @@ fn eval_reports_acceptance_speed_and_the_proof() {
     let place = Place::new();
     let report = place.evaluate(&place.write("prompts.jsonl", PROMPTS)).unwrap();
     report.check().unwrap();
-    // The row of two turns has two answers.
+    // The two-turn row has two answers.
     assert_eq!((report.responses, report.skipped), (5, 0));
     let length = report.acceptance.acceptance_length;
     assert!((1.0..=4.0).contains(&length));
@@ -211,9 +211,9 @@ fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
     assert_eq!(kept[0].draft_weights.as_ref(), Some(&weights));
     assert_eq!(kept[0].target_identity, report.target_identity);
     assert_eq!((kept[0].responses, &kept[0].prompts), (report.responses, &prompts));
-    // Plain decoding, look-up, and the draft, which alone has weights.
+    // Plain decoding, n-gram lookup, and the draft, the only one with weights.
     let measured = &report.results[2];
-    // Numbers may lose their last bit on the way through a file.
+    // Numbers may lose their last bit in a file.
     let is_near = |kept: f64, told: Option<f64>| (kept - told.unwrap()).abs() < 1e-12 * kept;
     let (figures, speed) = (&measured.figures, &kept[0].tokens_per_second);
     assert!(is_near(kept[0].acceptance.acceptance_length, figures.acceptance_length));
@@ -221,7 +221,7 @@ fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
     let lossless = measured.lossless.as_ref().unwrap();
     assert_eq!(kept[0].lossless.as_ref().unwrap().identical, lossless.identical);
     assert_eq!(RunDir::at(place.path("run")).checkpoints().unwrap().len(), 1);
-    // Measured again it is one report; a directory of somebody else's stays as it is.
+    // A repeated measurement replaces the report; a foreign directory is left alone.
     measure(&checkpoint.dir);
     assert_eq!(checkpoint.evaluations().unwrap().len(), 1);
     let elsewhere = place.path("elsewhere");
@@ -280,7 +280,7 @@ fn turns_build_on_the_answers_before_them() {
     let (one, first_tokens) = turns("{\"turns\": [\"a\"]}\n");
     let (three, all_tokens) = turns("{\"turns\": [\"a\", \"b\", \"c\"]}\n");
     assert_eq!(one, 1);
-    // 100 positions hold two turns with answers of 20 tokens for certain.
+    // 100 positions always fit two turns with answers of 20 tokens.
     assert!(three >= 2 && all_tokens > first_tokens, "{three} answers, {all_tokens} tokens");
 }
 
@@ -351,7 +351,7 @@ fn regenerated_rows_are_the_targets_answers_in_order() {
         let (ids, mask) = (column(row, "input_ids"), column(row, "loss_mask"));
         assert_eq!(ids.len(), mask.len());
         let mut answers = mask.split(|&bit| bit == 0).filter(|answer| !answer.is_empty());
-        // The row of two turns has two answers.
+        // The two-turn row has two answers.
         assert_eq!(answers.clone().count(), if number == 1 { 2 } else { 1 });
         let last = answers.next_back().unwrap();
         assert_eq!(mask.last(), Some(&1));
@@ -409,8 +409,8 @@ fn every_answer_of_a_conversation_is_made_from_the_new_ones() {
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "f f"}"#;
     let data = format!("{{\"messages\": [{}]}}\n", turns.replace('\n', " "));
     place.regenerate(&place.write("data.jsonl", &data), "out", &GO).unwrap();
-    // The template of the tests writes each answer as its words and no end token, so an answer that
-    // has ended is not continued by the next prompt: there is a row for each.
+    // The tests' template writes each answer as words without an end token, so a finished answer is
+    // not continued by the next prompt: each gets its own row.
     let first_prompt = [2, 4, 5, 3];
     let first = place.answer(&first_prompt);
     let mut history = first_prompt.to_vec();
@@ -450,7 +450,7 @@ fn recorded_calls_stay_before_their_results() {
     place.regenerate(&place.write("data.jsonl", &data.to_string()), "out", &GO).unwrap();
     let row = place.made("out").remove(0);
     assert_eq!(row["messages"][1], data["messages"][1]);
-    // "tool" is a word that the tokenizer of the tests does not know.
+    // The tests' tokenizer does not know the word "tool".
     assert_eq!(column(&row, "input_ids")[..7], [2, 4, 3, 5, 0, 6, 3]);
     assert_eq!(column(&row, "loss_mask")[..7], [0; 7]);
 }

@@ -1,4 +1,4 @@
-//! Speculative decoding against plain decoding, on random models: the text never changes.
+//! Speculative decoding compared with plain decoding on random models: the text never changes.
 
 use std::sync::atomic::AtomicBool;
 
@@ -30,7 +30,7 @@ fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
 fn speculative_text_is_plain_text() {
     let mut partly_accepted = 0;
     for case in 0..24 {
-        // A vocabulary this small makes chance agreements, so that every length of prefix occurs.
+        // In so small a vocabulary, chance produces accepted prefixes of every length.
         let (vocab, block_size) = (3 + case as i64 % 4, 2 + case % 6);
         let target = random_target(vocab, case as i64);
         let draft = random_draft(draft_config(&target, block_size), case as i64);
@@ -61,8 +61,9 @@ fn speculative_text_is_plain_text() {
     assert!(partly_accepted > 40, "only {partly_accepted} steps accepted a part of their block");
 }
 
-/// A text is right whatever is proposed: only what is accepted tells whether the draft was run well. Few
-/// rows take buffers and packed layers, libtorch's operations are what they are compared with.
+/// Texts are right whatever is proposed, so only the number of accepted tokens shows whether the
+/// draft ran correctly. Compares the few-row path (buffers and packed layers) with libtorch's
+/// operations.
 #[test]
 fn as_much_is_accepted_as_with_libtorchs_operations() {
     let (mut steps, mut some) = (0, 0);
@@ -76,7 +77,7 @@ fn as_much_is_accepted_as_with_libtorchs_operations() {
                 let draft = LoadedDraft { draft: draft.with_kernels(kernels), vocabulary };
                 let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
                 let mut speculator = Decoder::speculative(&target, &draft, greedy()).unwrap();
-                // The first prompt is few rows itself, the second is not.
+                // The first prompt itself takes the few-row path, the second does not.
                 let prompts = [prompt(9, seed as usize, 4), prompt(45, seed as usize, 4)];
                 prompts.map(|ids| speculator.generate(&ids, &limits, &GO).unwrap())
             };
@@ -92,7 +93,7 @@ fn as_much_is_accepted_as_with_libtorchs_operations() {
     assert!(some > 40 && some < steps, "{some} of {steps} steps accepted something");
 }
 
-/// Rows that all predict propose one token more, each the one behind its own; texts stay the target's.
+/// If all rows predict, there is one proposal more; texts stay the target's.
 #[test]
 fn a_block_whose_anchor_predicts_proposes_a_token_more() {
     let mut longest = 0;
@@ -116,7 +117,7 @@ fn a_block_whose_anchor_predicts_proposes_a_token_more() {
     assert_eq!(longest, 3, "a block of three rows proposes three tokens");
 }
 
-/// Steps yield the whole answer, and without the last one they would not.
+/// The steps yield the whole answer, and without the last one they would not.
 fn check_steps(accepted: &[usize], tokens: usize, block_size: usize) {
     assert!(accepted.iter().all(|&count| count < block_size));
     let yielded = |steps: &[usize]| 1 + steps.iter().map(|count| count + 1).sum::<usize>();
@@ -210,18 +211,18 @@ fn logits_of_a_state_in_bf16_are_computed_in_float32() {
         assert_eq!((exact.kind(), exact.size()), (Kind::Float, vec![3, 3]));
         let apart = ((&exact - rounded).abs().max() / all.abs().max()).double_value(&[]);
         assert!(apart < tolerance, "{dtype:?}: {apart}");
-        // Nothing was rounded to bf16 on the way.
+        // Nothing was rounded to bf16.
         assert_ne!(exact, exact.to_kind(Kind::BFloat16).to_kind(Kind::Float));
     }
 }
 
-/// libtorch's operations round to bf16 where the few rows of a CPU keep float32. Blocks and single
-/// tokens of few rows are rounded alike.
+/// libtorch's operations round to bf16 where the CPU's few-row path keeps float32. Blocks and
+/// single tokens both take that path.
 #[test]
 fn texts_in_bf16_part_at_ties_only_and_speculation_has_none() {
     let (mut ties, mut beyond) = (0, 0);
     for seed in 0..12 {
-        // Many tokens compete, so that some are as likely as others to bf16's few digits.
+        // Many tokens compete, so that some tie in bf16's few digits.
         let target = random_target_in(400, seed, Kind::BFloat16);
         let draft = draft_in(draft_config(&target, 5), seed, Kind::BFloat16);
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
@@ -240,7 +241,7 @@ fn texts_in_bf16_part_at_ties_only_and_speculation_has_none() {
         {
             assert!(difference.is_tie(), "seed {seed}: {difference}");
             ties += 1;
-            // What float32 calls a tie does not do here.
+            // float32's tie threshold does not apply here.
             beyond += usize::from(difference.logit_gap.unwrap() > 1e-3);
         }
     }
@@ -257,7 +258,7 @@ fn a_pruned_draft_keeps_the_targets_distribution() {
     check_distribution(Some(DraftVocabulary::new(vec![0, 2], 4)));
 }
 
-/// Draws texts of three tokens and compares their frequencies with the target's probabilities.
+/// Samples texts of three tokens and compares their frequencies with the target's probabilities.
 fn check_distribution(vocabulary: Option<DraftVocabulary>) {
     let target = random_target(4, 21);
     let draft = LoadedDraft { vocabulary, ..random_draft(draft_config(&target, 4), 5) };
@@ -285,7 +286,7 @@ fn check_distribution(vocabulary: Option<DraftVocabulary>) {
     assert!(statistic < 120.0, "chi-square {statistic}");
 }
 
-/// The target's own probability of three tokens, written in base 4.
+/// The target's own probability of three tokens encoded in base 4.
 fn probability(target: &Target, prompt: &[i64], text: i64, temperature: f64) -> f64 {
     let tokens = [text / 16, text / 4 % 4, text % 4];
     let mut ids = prompt.to_vec();

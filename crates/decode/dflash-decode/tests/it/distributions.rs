@@ -1,4 +1,4 @@
-//! Frequencies of sampled texts against the target's probabilities.
+//! Compares frequencies of sampled texts with the target's probabilities.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use dflash_target::Target;
 
 use crate::engine::{OPTIONS, answers, engine, models, prompt, request};
 
-/// Logarithms of the target's probabilities after `ids`.
+/// The target's log-probabilities after `ids`.
 pub(crate) fn log_shares(target: &Target, ids: &[i64]) -> Vec<f64> {
     let logits_1v = logits(target, ids);
     Vec::try_from(logits_1v.log_softmax(-1, tch::Kind::Double).get(0)).unwrap()
@@ -21,7 +21,7 @@ fn logits(target: &Target, ids: &[i64]) -> tch::Tensor {
     target.logits(&hidden.narrow(0, length - 1, 1))
 }
 
-/// The shares that temperature and filters make of logits, written out once more.
+/// An independent implementation of temperature and filters on logits.
 fn filtered(logits: &[f64], sampling: Sampling) -> Vec<f64> {
     let weight: Vec<f64> =
         logits.iter().map(|logit| (logit / sampling.temperature).exp()).collect();
@@ -42,7 +42,7 @@ fn filtered(logits: &[f64], sampling: Sampling) -> Vec<f64> {
     (0..weight.len()).map(share).collect()
 }
 
-/// Draws texts of three tokens and compares their frequencies with the target's probabilities.
+/// Samples texts of three tokens and compares their frequencies with the target's probabilities.
 fn check_distribution(sampling: Sampling, speculative: bool) {
     check_adjusted(sampling, &LogitAdjustments::default(), speculative);
 }
@@ -62,8 +62,8 @@ fn check_adjusted(sampling: Sampling, adjustments: &LogitAdjustments, speculativ
     });
 }
 
-/// Draws texts and compares their frequencies with the target's probabilities, whose logits are `changed`
-/// behind each text.
+/// Samples texts and compares their frequencies with the target's probabilities, whose logits
+/// `changed` modifies after each text.
 pub(crate) fn check_texts(
     models: &(Target, LoadedDraft),
     asked: &Request,
@@ -115,7 +115,7 @@ pub(crate) fn check_texts(
         statistic += (rare.1 - rare.0).powi(2) / rare.0;
         cells += 1.0;
     }
-    // As many as the degrees of freedom on average; five standard deviations above are rarer than one
+    // The mean equals the degrees of freedom; five standard deviations above it are rarer than one
     // in 100,000 seeds.
     let freedom: f64 = cells - 1.0;
     let most = freedom + 5.0 * (2.0 * freedom).sqrt() + 8.0;
@@ -123,10 +123,10 @@ pub(crate) fn check_texts(
     assert!(statistic < most, "{sampling:?}: chi-square {statistic}, above {most}");
 }
 
-/// Ends a text of these tests.
+/// End token of these tests.
 const END: i64 = 4;
 
-/// Changes the target's logits behind `prompt` and `text` as `adjustments` say.
+/// Applies `adjustments` to the target's logits after `prompt` and `text`.
 fn adjust(logits: &mut [f64], (prompt, text): (&[i64], &[i64]), adjustments: &LogitAdjustments) {
     for (id, logit) in logits.iter_mut().enumerate() {
         let times = text.iter().filter(|&&token| token == id as i64).count() as f64;
@@ -177,7 +177,7 @@ fn adjusted_greedy_texts_are_the_same_with_a_draft_and_without() {
         assert_eq!(text, adjusted(repetition, frequency, false), "{repetition} {frequency}");
         assert_ne!(text, plain, "{repetition} {frequency}");
     }
-    // Nothing is said twice where that costs more than any logit.
+    // No token is repeated if repetition costs more than any logit.
     let mut text = adjusted(1.0, 1e6, true);
     text.truncate(30);
     text.sort_unstable();

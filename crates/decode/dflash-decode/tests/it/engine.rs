@@ -1,5 +1,4 @@
-//! Sequences decoded together: each as it would be alone, and sampled from the target's
-//! distribution.
+//! Sequences decoded together: the same results as alone, sampled from the target's distribution.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
@@ -56,7 +55,7 @@ pub(crate) fn engine<'a>(
     Engine::new(target, Proposals::Draft(draft), options).unwrap()
 }
 
-/// What became of a request.
+/// The result of a request.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Answer {
     tokens: Vec<NewToken>,
@@ -84,7 +83,7 @@ impl Answer {
     }
 }
 
-/// Answers all requests, each as soon as there is room; `stagger` steps lie between two.
+/// Answers all requests, each as soon as there is room; requests arrive `stagger` steps apart.
 pub(crate) fn answers(
     engine: &mut Engine<'_>,
     requests: &[Request],
@@ -166,7 +165,7 @@ fn a_request_is_answered_alike_alone_and_in_company() {
     }
 }
 
-/// Whatever proposes, however much of it, and however that is chosen: greedy and sampled texts are the same.
+/// Texts do not depend on what proposes tokens, how many, or how that number is chosen.
 #[test]
 fn what_is_proposed_changes_no_text() {
     let models = models(30, 5);
@@ -201,7 +200,8 @@ fn what_is_proposed_changes_no_text() {
             }
         }
     }
-    // With a fixed number a draft's sampled texts are their own, and the same whoever is beside them.
+    // With a fixed number of tokens, a draft's sampled texts differ from plain ones but do not
+    // depend on other sequences.
     let fixed = |sequences| texts(Proposals::Draft(draft), Speculate::Tokens(9), sequences);
     let (alone, together) = (fixed(1), fixed(8));
     assert_eq!(alone, together);
@@ -234,7 +234,7 @@ fn logprobs_are_the_targets_own() {
     }
 }
 
-/// In pieces, beside others, and although another sequence has the same prompt.
+/// In pieces, next to other sequences, and even if another sequence has the same prompt.
 #[test]
 fn a_prompt_is_told_with_the_targets_own_shares() {
     let models = models(12, 6);
@@ -286,16 +286,16 @@ fn a_prompt_that_begins_alike_is_not_read_again() {
     assert!(warm.cache_bytes().1 > 0);
     let next = follow_up(&first);
     let second = answers(&mut warm, std::slice::from_ref(&next), 0).remove(0);
-    // The prompt and all of the answer but its last token.
+    // The prompt and all of the answer except its last token.
     assert!((109..=110).contains(&second.cached), "{}", second.cached);
     let cold = answers(&mut engine(&models, OPTIONS), std::slice::from_ref(&next), 0).remove(0);
     assert_eq!((cold.cached, cold.ids()), (0, second.ids()));
-    // One that is the same to its end still reads its last token.
+    // An identical prompt still has to read its last token.
     let again = answers(&mut warm, &[request(long.clone(), 20)], 0).remove(0);
     assert_eq!((again.cached, again.ids()), (89, first.ids()));
     let other = answers(&mut warm, &[request(prompt(90, 4, 40), 20)], 0).remove(0);
     assert_eq!(other.cached, 0);
-    // Without the draft's cache a sequence that drafts cannot begin.
+    // A sequence that drafts cannot reuse a prefix without the draft's cache.
     let mut plain_first = engine(&models, OPTIONS);
     let plain = Request { speculative: false, ..request(long.clone(), 20) };
     answers(&mut plain_first, &[plain], 0);
@@ -350,7 +350,7 @@ fn a_dropped_sequence_frees_its_place_and_leaves_the_others_alone() {
     let mut kept: HashMap<SequenceId, Answer> = HashMap::new();
     for step in 0.. {
         if step == 2 {
-            // One is amid its prompt, another one amid its answer.
+            // One is in the middle of its prompt, another in the middle of its answer.
             engine.remove(ids[2]);
             engine.remove(ids[0]);
             assert!(engine.has_room() && engine.len() == 1);
@@ -375,7 +375,7 @@ fn a_long_prompt_does_not_stall_the_others() {
     let short = engine.add(request(prompt(5, 1, 20), 60));
     engine.step().unwrap();
     engine.add(request(prompt(300, 2, 20), 5));
-    // 300 tokens in pieces of 24: at least a dozen steps, in each of which the other one goes on.
+    // 300 tokens in pieces of 24: a dozen steps, in each of which the other sequence advances.
     for _ in 0..12 {
         let outputs = engine.step().unwrap();
         assert_eq!(outputs.iter().map(|output| output.id).collect::<Vec<_>>(), [short]);
@@ -415,7 +415,7 @@ fn a_sequence_that_rests_says_what_it_would_have_said() {
     for turn in 0.. {
         let Some(&id) = left.get(turn % left.len().max(1)) else { break };
         engine.wake(id);
-        // Amid prompts and answers alike.
+        // In the middle of prompts and of answers.
         for output in engine.step().unwrap() {
             assert_eq!(output.id, id);
             found.entry(id).or_default().add(output);

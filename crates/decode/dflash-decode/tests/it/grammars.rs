@@ -1,4 +1,4 @@
-//! Answers held to a grammar, with a draft and without.
+//! Answers constrained by a grammar, with and without a draft.
 
 use dflash_chat::ChatTokenizer;
 use dflash_decode::{
@@ -18,7 +18,7 @@ fn tokenizer(json: &Value) -> ChatTokenizer {
     ChatTokenizer::load(dir.path()).unwrap()
 }
 
-/// What the first ids of a small vocabulary say; its end follows, and two rows that no token has.
+/// Texts of a small vocabulary; its end token and two unused rows follow.
 const TOKENS: [&str; 5] = ["a", "b", "\"", "c", "ab"];
 const END: i64 = 5;
 const VOCAB: i64 = 8;
@@ -32,7 +32,7 @@ fn few_words() -> GrammarVocabulary {
     GrammarVocabulary::new(&tokenizer(&json), VOCAB, &[END]).unwrap()
 }
 
-/// Whether `id` may stand behind `text`, written out once more.
+/// An independent implementation of whether `id` may follow `text`.
 fn may_follow(text: &[i64], id: i64) -> bool {
     let said: String = text.iter().map(|&id| TOKENS[id as usize]).collect();
     let begins = |more: &str| {
@@ -66,7 +66,7 @@ fn sampled_texts_have_the_targets_distribution_within_the_grammar() {
     }
 }
 
-/// The vocabulary of bytes, whose end is 256.
+/// The byte vocabulary, with end token 256.
 fn bytes() -> GrammarVocabulary {
     GrammarVocabulary::new(&tokenizer(&byte_tokenizer(&["<|end|>"])), 260, &[256]).unwrap()
 }
@@ -84,7 +84,7 @@ fn schema() -> Value {
     })
 }
 
-/// Whether a whole answer is as [`schema`] says.
+/// Whether a whole answer satisfies [`schema`].
 fn check_answer(answer: &Answer) {
     assert_eq!(answer.finish, Some(Finish::Stop));
     let mut text: Vec<u8> = answer.ids().iter().map(|&id| id as u8).collect();
@@ -125,7 +125,7 @@ fn answers_satisfy_their_schema_and_no_proposal_changes_them() {
             let rejects =
                 matches!((proposals, speculate), (Proposals::Draft(..), Speculate::Tokens(_)));
             for (number, (found, plain)) in found.iter().zip(&plain).enumerate() {
-                // A fixed number of drafted tokens makes sampled texts of its own.
+                // With a fixed number of drafted tokens, sampled texts differ from plain ones.
                 if number % 2 == 0 || !rejects {
                     assert_eq!(found, plain, "{proposals:?} {speculate} {number}");
                 }
@@ -153,7 +153,7 @@ fn a_grammar_goes_with_what_else_changes_logits() {
         let text = said(LogitAdjustments { logit_bias: bias, ..LogitAdjustments::default() });
         assert_eq!(text[0], i64::from(first));
     }
-    // The text is complete before it has so many tokens.
+    // The text is complete before it reaches this many tokens.
     let short = said(LogitAdjustments { min_tokens: 15, ..LogitAdjustments::default() });
     assert!(short.len() <= 15 + 32 && short.last() == Some(&256), "{short:?}");
     let one = Request { max_new_tokens: 1, ..asked(LogitAdjustments::default()) };

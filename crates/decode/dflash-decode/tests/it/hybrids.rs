@@ -1,5 +1,6 @@
-//! Targets of other kinds than dense layers, such as layers that carry a state, latent attention, experts,
-//! sinks, chunks, shared keys: the vectors' own models, decoded together with a random draft.
+//! Targets other than plain dense layers, such as recurrent layers, latent attention, experts,
+//! sinks, chunks and shared keys: the reference vectors' models, decoded together with a random
+//! draft.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -79,7 +80,7 @@ fn prompt(length: usize, seed: usize) -> Vec<i64> {
     (0..length).map(|at| ((at * 7 + seed * 13 + at * at) % 96) as i64).collect()
 }
 
-/// The answers are those of plain decoding, but for ties.
+/// The answers equal those of plain decoding, except for ties.
 fn check(target: &Target, requests: &[Request], answers: &[Answer]) {
     let mut plain = Decoder::plain(target, Sampling::GREEDY);
     for (request, answer) in requests.iter().zip(answers) {
@@ -134,8 +135,8 @@ fn one_sequence_at_a_time_by_draft_and_by_look_up() {
     }
 }
 
-/// A common beginning, such as a system prompt: at once, one after the other, and as a dialogue that goes
-/// on. What cannot be copied is read again, and then kept.
+/// A common prefix, such as a system prompt: at once, one after the other, and in a continued
+/// dialogue. What cannot be copied is read again, and then kept.
 #[test]
 fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
     for name in NAMES {
@@ -144,15 +145,15 @@ fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
         let start = || Engine::new(&target, Proposals::Draft(&draft), OPTIONS).unwrap();
         let behind = |n: usize| [prompt(50, 5), prompt(9 + n, 6 + n)].concat();
         let ask = |n: usize| request(behind(n), 12);
-        // At once: the first one stops where they part, and the others begin there, or at the end of a
-        // piece so little before that waiting is not worth it.
+        // At once: the first sequence stops at the point of divergence, and the others start there,
+        // or at the end of a slightly earlier piece if waiting is not worthwhile.
         let together: Vec<Request> = (0..4).map(ask).collect();
         let mut engine = start();
         let found = answers(&mut engine, &together, 0);
         check(&target, &together, &found);
         let cached: Vec<usize> = found.iter().map(|answer| answer.cached).collect();
         assert!(cached[1..].iter().all(|&cached| cached >= 48), "{name}: {cached:?}");
-        // One after the other: the second one reads it again where a state is not known, the third does
+        // One by one: the second reads the prefix again where no state is stored, the third does
         // not.
         let mut engine = start();
         let one_by_one: Vec<Answer> = together
@@ -173,9 +174,9 @@ fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
     }
 }
 
-/// A LongRoPE target tells by a prompt's length which frequencies all its tokens take: a long one is read
-/// in one pass whatever a step takes, and neither takes rows from a shorter one that begins alike nor
-/// gives it any.
+/// The rotary frequencies of a LongRoPE target depend on the prompt's length: a long prompt is read
+/// in one pass regardless of the step size, and shares no rows with a shorter one of the same
+/// beginning.
 #[test]
 fn a_prompt_with_frequencies_of_its_own_is_read_whole_and_shares_nothing() {
     let target = load(&dir("phi3_longrope"));

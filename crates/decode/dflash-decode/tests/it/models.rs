@@ -25,7 +25,7 @@ pub(crate) fn random_target_in(vocab: i64, seed: i64, dtype: Kind) -> Target {
 
 /// Writes a random target to `dir`.
 pub(crate) fn save_target(config: TargetConfig, seed: i64, dir: &std::path::Path) {
-    // Tests run side by side, and models this small gain nothing from a second thread.
+    // Tests run in parallel, and models this small gain nothing from a second thread.
     tch::set_num_threads(1);
     let target = {
         let _alone = alone();
@@ -41,7 +41,7 @@ pub(crate) fn save_target(config: TargetConfig, seed: i64, dir: &std::path::Path
     target.save(dir, Kind::Float).unwrap();
 }
 
-/// A two-layer draft that fits `target`; its second layer slides.
+/// A two-layer draft for `target`; its second layer slides.
 pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
     let config = target.config();
     DraftConfig {
@@ -68,7 +68,6 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
     }
 }
 
-/// A draft with random weights.
 pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> LoadedDraft {
     let _alone = alone();
     tch::manual_seed(seed);
@@ -83,7 +82,7 @@ pub(crate) fn draft_in(config: DraftConfig, seed: i64, dtype: Kind) -> LoadedDra
     LoadedDraft::load(dir.path(), Device::Cpu, dtype).unwrap()
 }
 
-/// One answer at a time; each draws by a seed of its own.
+/// Decodes one answer at a time, each with its own seed.
 #[derive(Debug)]
 pub(crate) struct Decoder<'a> {
     engine: Engine<'a>,

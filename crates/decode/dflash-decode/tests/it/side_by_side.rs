@@ -1,4 +1,4 @@
-//! Several drafts, sets and ways in one evaluation.
+//! Several drafts, prompt sets and decoding methods in one evaluation.
 
 use std::fs;
 use std::sync::atomic::AtomicBool;
@@ -28,7 +28,7 @@ fn look_up_makes_the_plain_text_in_fewer_steps() {
             let found = ngram.generate(&prompt, &LIMITS, &GO).unwrap();
             assert_eq!(found.tokens, expect, "seed {seed}, prompt {prompt:?}");
             let made: usize = found.accepted().iter().map(|accepted| accepted + 1).sum();
-            // The last step may go beyond the limit.
+            // The last step may exceed the limit.
             assert!((39..39 + 11).contains(&made), "{:?}", found.accepted());
             saved += found.accepted().iter().sum::<usize>();
         }
@@ -55,7 +55,7 @@ fn sampled_look_up_keeps_the_distribution() {
             counts[text[2] as usize] += 1;
         }
     }
-    // Chi-squared of two samples with 11 degrees of freedom: 31.3 is passed once in a thousand.
+    // Chi-squared of two samples with 11 degrees of freedom: one in a thousand exceeds 31.3.
     let statistic: f64 = (0..12)
         .filter(|&id| counts[0][id] + counts[1][id] > 0)
         .map(|id| {
@@ -81,7 +81,7 @@ fn drafts_are_measured_side_by_side_with_plain_decoding() {
     assert_eq!(names, ["none", "draft", "ngram"]);
     let [plain, trained, ngram] = &report.results[..] else { panic!("{names:?}") };
     assert_eq!((plain.responses, trained.responses, ngram.responses), (5, 5, 5));
-    // Greedy: the same texts, so the same number of tokens.
+    // Greedy decoding gives the same texts, so the same number of tokens.
     assert_eq!((plain.tokens, plain.tokens), (trained.tokens, ngram.tokens));
     assert_eq!(plain.figures.acceptance_length, None);
     assert_eq!(trained.figures.acceptance_by_slot.len(), 4);
@@ -125,7 +125,7 @@ fn sets_temperatures_and_thinking_are_reported_apart() {
         first_turn: true,
         ..place.settings(&one)
     };
-    // The set's own wording is for rows with its fields; those of the second row are turns.
+    // The set's own prompt template applies to rows with its fields; the second row has turns.
     let report = place.evaluate_with(&settings, &GO).unwrap();
     assert_eq!(report.results.len(), 2 * 2 * 2 * 2);
     assert!(report.results.iter().all(|one| one.responses == 2));
@@ -187,7 +187,7 @@ fn a_second_evaluation_says_what_moved() {
         let found = comparison.changes.iter().filter(|change| change.figure == figure);
         found.collect::<Vec<_>>()
     };
-    // The same seed on the same machine: tau does not move at all.
+    // The same seed on the same machine: tau does not change at all.
     assert!(of("acceptance_length").iter().all(|change| change.change == 0.0 && change.paired));
     assert!(of("tokens_per_second").iter().all(|change| change.noise.is_some()));
     let written: Value =
@@ -213,7 +213,7 @@ fn several_answers_at_a_time_are_those_of_one() {
     let drafts = ["none", "draft", "ngram"];
     let modes: Vec<_> = [1, 3].into_iter().flat_map(|n| drafts.map(|draft| (n, draft))).collect();
     assert_eq!(names, modes);
-    // The same prompts, the second turn's too, and texts of the same length.
+    // The same prompts, including the second turn's, and texts of the same length.
     let shape = |result: usize| {
         let answers = report.results[result].answers.iter();
         answers.map(|it| (it.row, it.turn, it.prompt_tokens, it.tokens)).collect::<Vec<_>>()

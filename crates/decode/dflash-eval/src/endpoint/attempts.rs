@@ -1,4 +1,4 @@
-//! Repeats requests that fail by a fault of the server or of the connection to it.
+//! Retries requests that fail because of the server or the connection.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ impl Default for Attempts {
 }
 
 impl Attempts {
-    /// Whether to make another attempt after `fault`; returns when it is time for it.
+    /// Whether to make another attempt after `fault`; returns after the pause before it.
     pub(crate) async fn again(&mut self, fault: &Error) -> bool {
         if self.left == 0 || !is_the_servers(fault) {
             return false;

@@ -20,7 +20,6 @@ pub(crate) struct Manner {
     pub(crate) thinking: Thinking,
 }
 
-/// An answer.
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     /// The answer's text, without reasoning.

@@ -43,7 +43,6 @@ const KINDS: [Names; 3] = [
     },
 ];
 
-/// The counters at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Counters {
     steps: f64,

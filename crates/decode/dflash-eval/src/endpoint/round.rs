@@ -30,7 +30,7 @@ pub(crate) struct Dialogue {
     pub(crate) later: Vec<Message>,
 }
 
-/// What a server answered of a set.
+/// A server's answers to a set.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// By row and turn; possibly none.
@@ -97,8 +97,8 @@ impl Round {
         Self { work: Arc::new(work), concurrency, parts, counted, served: 0.0 }
     }
 
-    /// Sends the warm-up requests. A server that fails them all is given up at its first question
-    /// that fails too.
+    /// Sends the warm-up requests. A server that fails all is given up at its first failed
+    /// question.
     pub(crate) async fn warm_up(&self) {
         let mut requests = JoinSet::new();
         for _ in 0..self.concurrency {
@@ -152,7 +152,7 @@ impl Round {
         }
     }
 
-    /// What was answered of `set`.
+    /// The answers to `set`.
     pub(crate) async fn finish(self, set: &str) -> Outcome {
         let work = &self.work;
         let load = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
@@ -180,7 +180,7 @@ impl Round {
         Outcome { answers, whole, skipped, failed, fault }
     }
 
-    /// What was measured of all answers together.
+    /// Measurements over all answers.
     fn whole(self) -> Whole {
         if self.concurrency == 1 {
             return Whole::default();

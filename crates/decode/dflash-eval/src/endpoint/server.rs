@@ -22,7 +22,6 @@ const LOOKS: usize = 40;
 /// Characters of an error page that are shown.
 const SHOWN: usize = 400;
 
-/// A server that answers.
 #[derive(Debug, Clone)]
 pub(crate) struct Server {
     client: Client,

@@ -1,4 +1,4 @@
-//! Reports as they are made, and what they say.
+//! Content of reports.
 
 use dflash_settings::Thinking;
 
@@ -8,7 +8,7 @@ use crate::figures::Part;
 pub(crate) const GREEDY: EvalMode =
     EvalMode { temperature: 0.0, thinking: Thinking::Auto, concurrency: 1 };
 
-/// A set answered plainly and by a draft that takes `faster` times less time for its tokens.
+/// A set answered plainly and by a draft that is `faster` times as fast.
 pub(crate) fn two(set: &str, mode: EvalMode, faster: f64) -> Vec<Measured> {
     let answer = |row: usize, speed: f64, drafted: bool| Answer {
         row,
@@ -86,7 +86,7 @@ fn the_top_level_speed_up_is_that_of_the_results() {
         verification: None,
         parts: vec![Part { tokens: 44, seconds }; 2],
     };
-    // Answers overlap, so that the sum of their seconds is another speed-up.
+    // Answers overlap, so the sum of their seconds gives another speed-up.
     let plain = Measured::new("s", mode, NO_DRAFT, plain.answers, whole(30.0), None, None);
     let drafted = Measured::new("s", mode, "run", drafted.answers, whole(20.0), None, Some(&plain));
     let own = drafted.figures.clone();

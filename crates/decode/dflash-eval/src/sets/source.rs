@@ -1,4 +1,4 @@
-//! From the arguments of `--prompts` to rows, read one at a time.
+//! Reads the arguments of `--prompts` as rows, one at a time.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -46,8 +46,8 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Names on stderr what rows of the set `title` have and prompts have not, before hours are spent on
-    /// answers.
+    /// Lists on stderr the columns of set `title` that prompts do not use, before hours are spent
+    /// on answers.
     pub fn say_unread_columns(&self, title: &str) {
         let unread = self.unread_columns();
         if !unread.is_empty() {
@@ -55,7 +55,7 @@ impl Rows {
         }
     }
 
-    /// Columns whose contents are not in the prompts, and how many rows have a value there.
+    /// Columns that prompts do not use, and the number of rows with a value there.
     pub fn unread_columns(&self) -> NameCounts {
         let mut counts = NameCounts::default();
         self.rows.iter().for_each(|row| counts.add_each(unread_prompt_columns(&row.row)));
@@ -74,7 +74,7 @@ pub struct SetRow {
     pub row: Value,
 }
 
-/// Finds out what every argument stands for, without fetching anything.
+/// Resolves every argument, without fetching anything.
 ///
 /// # Errors
 /// [`Error::UnknownSet`], [`Error::SameName`].
@@ -270,7 +270,7 @@ mod tests {
             let set = locate(&words).unwrap().remove(0);
             set.rows(&Hub::default(), limit, &AtomicBool::new(false))
         };
-        // The set's wording takes what it needs of a row; a file's own rows are taken as they are.
+        // A named set uses only some columns; a file's rows are used as they are.
         assert!(rows("gsm8k", None).unwrap().unread_columns().is_empty());
         let asked = rows("gsm8k", None).unwrap().rows;
         let question = asked[0].row["turns"][0].as_str().unwrap();

@@ -1,5 +1,5 @@
-//! Servers on a port of this machine that answer as vLLM, SGLang and llama.cpp do, with a made-up
-//! number of accepted proposals a step.
+//! Servers on a port of this machine that answer like vLLM, SGLang and llama.cpp, with a fixed
+//! number of accepted proposals per step.
 //!
 //! The pages follow vLLM 0.32 (`v1/spec_decode/metrics.py`), SGLang
 //! (`srt/observability/metrics_collector.py`) and llama.cpp (`tools/server/server-task.cpp`). Other
@@ -17,12 +17,12 @@ use serde_json::{Value, json};
 
 /// Proposals accepted in the steps of every answer; blocks of four slots.
 pub(crate) const ACCEPTED: [usize; 4] = [3, 0, 1, 2];
-/// The first token, and of each step what was accepted and one more.
+/// The first token, plus the accepted tokens and one more for each step.
 pub(crate) const TOKENS: usize = 1 + 4 + 6;
-/// How long after an answer its last step is counted: servers count when they have sent it.
+/// Delay between an answer and the counting of its last step: servers count after sending.
 const COUNTED_AFTER: Duration = Duration::from_millis(20);
 
-/// Whose manners a server has.
+/// The server to imitate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Manners {
     Vllm,
@@ -34,7 +34,7 @@ pub(crate) enum Manners {
     LlamaCppWithoutMetrics,
 }
 
-/// What a server has counted and heard.
+/// Counts and requests of a server.
 #[derive(Debug, Default)]
 struct State {
     answers: usize,
@@ -43,13 +43,13 @@ struct State {
     most_at_once: usize,
     bodies: Vec<Value>,
     arrivals: Vec<Instant>,
-    /// Times that the question with this text gets a 500 instead of an answer.
+    /// How many times the question with this text gets a 500 instead of an answer.
     stumbles: Option<(&'static str, usize)>,
-    /// Times that each of these paths gets a 500.
+    /// How many times each of these paths gets a 500.
     failing_paths: Vec<(&'static str, usize)>,
-    /// After how many answers every connection is closed without one.
+    /// Number of answers after which every connection is closed unanswered.
     dies_after: Option<usize>,
-    /// After how many answers the counters begin at 0 again.
+    /// Number of answers after which the counters restart at 0.
     restarts_after: Option<usize>,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct FakeServer {
 }
 
 impl FakeServer {
-    /// A server whose tokens take `pace` each step.
+    /// A server that takes `pace` per step.
     pub(crate) fn start(manners: Manners, pace: Duration) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/v1", listener.local_addr().unwrap());
@@ -75,22 +75,22 @@ impl FakeServer {
         Self { url, state }
     }
 
-    /// Answers the question with `text` with a 500 so many times.
+    /// Answers the question with `text` with a 500 this many times.
     pub(crate) fn stumble(&self, text: &'static str, times: usize) {
         self.state.lock().unwrap().stumbles = Some((text, times));
     }
 
-    /// Answers requests of `path` with a 500 so many times.
+    /// Answers requests of `path` with a 500 this many times.
     pub(crate) fn stumble_at(&self, path: &'static str, times: usize) {
         self.state.lock().unwrap().failing_paths.push((path, times));
     }
 
-    /// Closes every connection without an answer after so many answers, those to warm-ups included.
+    /// Closes every connection unanswered after this many answers, including warm-up.
     pub(crate) fn die_after(&self, answers: usize) {
         self.state.lock().unwrap().dies_after = Some(answers);
     }
 
-    /// Counts anew after so many answers, as a server that is restarted does.
+    /// Restarts the counters after this many answers, like a restarted server.
     pub(crate) fn restart_after(&self, answers: usize) {
         self.state.lock().unwrap().restarts_after = Some(answers);
     }
@@ -110,7 +110,7 @@ impl FakeServer {
         self.state.lock().unwrap().most_at_once
     }
 
-    /// Counts an answer to somebody else.
+    /// Counts an answer to another client.
     pub(crate) fn serve_another(&self) {
         self.state.lock().unwrap().counted += 1;
     }
@@ -233,7 +233,7 @@ fn answer(
     }
 }
 
-/// The Prometheus page after so many answers.
+/// The Prometheus page after this many answers.
 fn page(manners: Manners, answers: usize) -> String {
     let steps = answers * ACCEPTED.len();
     let accepted: usize = answers * ACCEPTED.iter().sum::<usize>();

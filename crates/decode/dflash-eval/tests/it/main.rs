@@ -1,4 +1,4 @@
-//! Evaluations of servers that answer as the field's do.
+//! Evaluations against servers that answer like the common engines.
 
 mod fake_server;
 mod servers;

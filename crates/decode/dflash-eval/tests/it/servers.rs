@@ -60,7 +60,7 @@ fn vllm_tells_tau_by_response_and_by_position() {
     assert_eq!(figures.acceptance_length, Some(2.5));
     assert_eq!(figures.acceptance_length_per_response, Some(2.5));
     assert_eq!(figures.acceptance_by_slot, [None, Some(0.75), Some(0.5), Some(0.25)]);
-    // Each of five pieces takes two milliseconds at least.
+    // Each of five pieces takes at least two milliseconds.
     let first = figures.time_to_first_token_s.unwrap();
     assert!((0.002..0.5).contains(&first), "{first}");
     let speed = figures.tokens_per_second.unwrap();
@@ -140,7 +140,7 @@ fn two_servers_take_turns_and_their_speed_up_has_an_error() {
     assert!(drafted.whole.parts.iter().all(|part| part.tokens == 4 * TOKENS));
     assert_eq!(drafted.whole.verification.as_ref().unwrap().steps, 16 * 4);
     assert!(drafted.noise["speed_up"] > 0.0, "{:?}", drafted.noise);
-    // Who is asked: warm-up of both, then plain, fast; fast, plain; plain, fast; fast, plain.
+    // Order of requests: warm-up of both, then plain, fast; fast, plain; plain, fast; fast, plain.
     let asked = |server: &FakeServer, name| server.arrivals().into_iter().map(move |at| (at, name));
     let mut asked: Vec<_> = asked(&slow, "plain").chain(asked(&fast, "fast")).collect();
     asked.sort();
@@ -217,7 +217,7 @@ fn a_server_that_stumbles_is_asked_again() {
     server.stumble("four", 2);
     let report = run(&place.settings(&server)).unwrap();
     assert_eq!((report.responses, report.sets[0].failed), (4, 0));
-    // What it counted for other answers is not taken for this one's.
+    // Counts of other answers are not attributed to this one.
     assert_eq!(of(&report, "vllm").figures.acceptance_length, Some(2.5));
 }
 
@@ -236,7 +236,7 @@ fn what_was_answered_is_reported_and_what_was_not_is_counted() {
 #[test]
 fn counters_that_start_anew_tell_nothing_of_that_answer() {
     let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
-    // The one of the warm-up, and two of four.
+    // One for the warm-up, and two of four.
     server.restart_after(3);
     let report = run(&place.settings(&server)).unwrap();
     let measured = of(&report, "vllm");
@@ -320,7 +320,7 @@ fn a_server_that_dies_between_servers_leaves_the_other_ones_figures() {
     slow.die_after(0);
     let plain_endpoint = Some(slow.url.clone());
     let settings = EvalSettings { plain_endpoint, ..place.settings(&fast) };
-    // Nobody has answered anything yet: the address is named at once.
+    // Nothing has been answered yet, so the address is named at once.
     let error = run(&settings).unwrap_err().to_string();
     assert!(error.contains(slow.url.trim_end_matches("/v1")), "{error}");
     // The warm-up is its last answer.
@@ -341,7 +341,7 @@ fn several_at_a_time_have_no_speed_where_rows_failed() {
     let report = run(&settings).unwrap();
     let measured = of(&report, "vllm");
     assert_eq!((measured.responses, measured.failed), (3, 1));
-    // Its seconds are mostly those of waiting for another attempt.
+    // Most of its seconds were spent waiting to retry.
     assert_eq!(measured.figures.tokens_per_second, None);
     assert!(measured.figures.decode_tokens_per_second.is_some());
 }

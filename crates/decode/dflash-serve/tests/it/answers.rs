@@ -1,4 +1,4 @@
-//! What is answered: whole and in pieces, alone and in company.
+//! Answers: whole and streamed, alone and concurrently.
 
 use futures::future::join_all;
 use serde_json::{Value, json};
@@ -99,7 +99,7 @@ async fn a_text_ends_before_its_stop_string() {
     let server = Running::start(settings());
     let whole = server.chat("count", json!({"temperature": 0, "max_tokens": 40})).await;
     let all = text(&whole, 0);
-    // Three letters that lie across tokens, since every token is a byte.
+    // Three letters that span tokens, since every token is a byte.
     let stop = &all[4..7];
     let at = all.find(stop).unwrap();
     let body = json!({"temperature": 0, "max_tokens": 40, "stop": [stop, "never\n"]});

@@ -1,4 +1,4 @@
-//! Prompts told before their answers, as benchmarks ask for them.
+//! Log-probabilities of prompts, as benchmarks request them.
 
 use dflash_target::{Target, TargetOptions};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use crate::running::{Running, refusal, settings};
 
 const PATH: &str = "/v1/completions";
 
-/// Logarithms of the target's shares [T, V] behind each of `ids`.
+/// The target's log-probabilities, one row per position of each of `ids`.
 fn log_shares(ids: &[i64]) -> Vec<Vec<f64>> {
     let dir = tempfile::tempdir().unwrap();
     save_models(dir.path());
@@ -21,7 +21,7 @@ fn log_shares(ids: &[i64]) -> Vec<Vec<f64>> {
     (0..length).map(|row| Vec::try_from(log_tv.get(row)).unwrap()).collect()
 }
 
-/// Whether `logprobs` tell of the tokens of `text`, one for each byte, what the target says.
+/// Checks that `logprobs` match the target for the tokens of `text`, one per byte.
 fn check(logprobs: &Value, text: &str) {
     let ids: Vec<i64> = text.bytes().map(i64::from).collect();
     let expected = log_shares(&ids);
@@ -53,7 +53,7 @@ fn check(logprobs: &Value, text: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prompt_is_told_token_by_token_with_its_log_probabilities() {
     let server = Running::start(settings());
-    // Longer than a piece of it, and known to the cache of prefixes.
+    // Longer than one piece, and stored in the prefix cache.
     let prompt = "the quick brown fox jumps over the lazy dog ".repeat(3);
     server.complete(json!(prompt), json!({"max_tokens": 2})).await;
     let more = json!({"echo": true, "logprobs": 1, "max_tokens": 0, "temperature": 0});
@@ -63,7 +63,7 @@ async fn a_prompt_is_told_token_by_token_with_its_log_probabilities() {
     assert_eq!(reply["usage"]["completion_tokens"], 0);
     assert_eq!(reply["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
     check(&choice["logprobs"], &prompt);
-    // As lm-evaluation-harness asks: ids, and one token.
+    // In the form of lm-evaluation-harness: ids, and one token.
     let ids: Vec<Vec<i64>> =
         ["one two", "three"].iter().map(|text| text.bytes().map(i64::from).collect()).collect();
     let more = json!({"echo": true, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1});

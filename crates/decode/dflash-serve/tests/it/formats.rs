@@ -1,4 +1,4 @@
-//! Answers held to a format.
+//! Answers constrained to a format.
 
 use dflash_settings::{ServeSettings, Speculate};
 use serde_json::{Value, json};
@@ -70,7 +70,7 @@ async fn any_object_is_an_object_and_a_cut_one_says_so() {
     let choice = &cut["choices"][0];
     assert_eq!(choice["finish_reason"], "length", "{choice}");
     assert!(choice["message"]["content"].as_str().unwrap().starts_with('{'), "{choice}");
-    // `}` as soon as it may come.
+    // `}` as soon as it is allowed.
     let more = json!({"temperature": 0, "response_format": object, "logit_bias": {"125": 100}});
     let whole = server.chat("go on", more).await;
     let text = whole["choices"][0]["message"]["content"].as_str().unwrap();
@@ -81,8 +81,7 @@ async fn any_object_is_an_object_and_a_cut_one_says_so() {
     assert_eq!(free["choices"], plain["choices"]);
 }
 
-/// As many requests as there may be grammars, and some more, of a schema that is found too large behind the
-/// first token.
+/// More requests than allowed grammars, with a schema found too large after the first token.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_whose_format_cannot_be_followed_ends_alone() {
     let server = Running::start(settings());

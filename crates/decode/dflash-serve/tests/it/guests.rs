@@ -1,4 +1,4 @@
-//! Who may ask and how: web pages, greedy and odd clients, those that leave and those that only seem to.
+//! Who may connect and how: web pages, greedy, odd, disconnected and half-closed clients.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -41,7 +41,7 @@ async fn http_2_is_not_spoken() {
     let mut reply = Vec::new();
     match stream.read_to_end(&mut reply) {
         Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),
-        // A server of HTTP/2 would answer with a frame of type 4.
+        // An HTTP/2 server would answer with a frame of type 4.
         Ok(_) => assert!(reply.is_empty() || reply.starts_with(b"HTTP/1.1 "), "{reply:?}"),
     }
     server.chat("hi", json!({"max_tokens": 1})).await;
@@ -61,7 +61,7 @@ async fn a_client_that_closes_its_side_gets_its_answer() {
         stream.read_to_string(&mut reply).unwrap();
         let status = "200 OK\r\n";
         assert!(reply.contains(status) && reply.contains("\"finish_reason\":\""), "{reply}");
-        // Whoever knows no interim responses gets none.
+        // Clients without interim responses get none.
         assert_eq!(version == "1.0", reply.starts_with("HTTP/1.0 200"), "{reply}");
     }
     let mut metrics = connect(&server);
@@ -99,7 +99,7 @@ async fn one_request_of_many_choices_does_not_keep_others_out() {
     for n in 0..4 {
         let short = json!({"max_tokens": 5, "temperature": 0, "seed": n});
         let reply = server.chat("hello", short.clone()).await;
-        // The same as ever, though others rested for it.
+        // The same as ever, although others paused for it.
         assert_eq!(reply["choices"], server.chat("hello", short).await["choices"]);
         held = server.metric("vllm:num_requests_waiting").await;
     }
@@ -139,11 +139,11 @@ async fn the_last_of_many_requests_is_as_fast_as_the_first() {
         times[times.len() / 2]
     };
     let (first, last) = (median(&mut times[50..150].to_vec()), median(&mut times[500..].to_vec()));
-    // Where every kept cache was summed in every step it was 20 times as slow.
+    // Summing all kept caches in every step was 20 times as slow.
     assert!(last < 3 * first, "{first:?} at first, {last:?} at last");
 }
 
-/// Most memory that this process has had since it was last asked for, MiB.
+/// Peak memory of this process since the last call, MiB.
 fn peak_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -205,7 +205,7 @@ async fn log_probabilities_are_bounded_over_a_request() {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_token_has_its_bytes() {
     let server = Running::start(settings());
-    // Every token of the tiny target is a byte, and 20 of them are told in each place.
+    // Every token of the tiny target is a byte, and 20 of them are reported per position.
     let more = json!({"max_tokens": 40, "logprobs": true, "top_logprobs": 20, "temperature": 2});
     let reply = server.chat("hello", more).await;
     let mut parts = 0;
@@ -244,7 +244,7 @@ async fn pages_need_an_origin_that_is_allowed() {
     assert_eq!(response.headers()["access-control-allow-origin"], "https://chat.example");
     assert_eq!(response.headers()["vary"], "origin");
     ok(response).await;
-    // What a browser asks beforehand, without the key.
+    // A browser's preflight request, without the key.
     let ask = |origin: &'static str| {
         let request = server.request(Method::OPTIONS, CHAT).header("origin", origin);
         let request = request.header("access-control-request-method", "POST");
@@ -256,7 +256,7 @@ async fn pages_need_an_origin_that_is_allowed() {
     assert_eq!(headers["access-control-allow-headers"], "authorization,x-stainless-lang");
     assert!(headers["access-control-allow-methods"].to_str().unwrap().contains("POST"));
     assert_eq!(ask("https://evil.example").await.unwrap().status(), 403);
-    // A form, or a page that has not asked beforehand.
+    // A form, or a page that made no preflight request.
     for kind in ["text/plain", "application/x-www-form-urlencoded"] {
         let request = server.request(Method::POST, CHAT).body(body.to_string());
         let request = request.header("content-type", kind);

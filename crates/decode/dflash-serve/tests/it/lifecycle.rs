@@ -18,7 +18,7 @@ async fn what_is_under_way_ends_and_new_requests_are_refused() {
         let body = chat_body("go on", more);
         tokio::spawn(async move { server.stream("/v1/chat/completions", body).await })
     };
-    // One answer is decoded, the others wait: more than four do once both requests are in.
+    // One answer is decoded, the others wait: more than four once both requests are in.
     let under_way = [ask(), ask()];
     server.until("vllm:num_requests_waiting", |waiting| waiting > 4.0).await;
     server.stop.store(true, Ordering::SeqCst);
@@ -40,7 +40,7 @@ async fn what_is_under_way_ends_and_new_requests_are_refused() {
 async fn the_drain_has_an_end() {
     let server =
         Running::start(ServeSettings { max_num_seqs: 1, drain_timeout: 0.2, ..settings() });
-    // Some seconds of work: a gauge that is measured now and then must see it.
+    // Several seconds of work, so that a periodically measured gauge must see it.
     let body = chat_body("go on", json!({"max_tokens": 480, "n": 40, "ignore_eos": true}));
     let request = server.post("/v1/chat/completions", &body);
     let client = tokio::spawn(request.send());

@@ -1,4 +1,4 @@
-//! What is refused, and that clients which leave free their places.
+//! What is refused, and that disconnected clients free their slots.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -103,7 +103,7 @@ fn stream(server: &Running) -> TcpStream {
 async fn clients_that_leave_free_their_places() {
     let server = Running::start(ServeSettings { max_num_seqs: 2, max_queue: 12, ..settings() });
     for _ in 0..3 {
-        // More than are decoded together, so that some leave while they wait.
+        // More than are decoded together, so that some disconnect while waiting.
         drop((0..8).map(|_| stream(&server)).collect::<Vec<_>>());
         server.until("vllm:num_requests_running", |found| found == 0.0).await;
         server.until("vllm:num_requests_waiting", |found| found == 0.0).await;
@@ -126,7 +126,7 @@ async fn those_beyond_the_queue_are_told_when_to_come_again() {
     let held = stream(&server);
     let body = chat_body("hi", json!({"max_tokens": 1}));
     let response = server.post("/v1/chat/completions", &body).send().await.unwrap();
-    // The first one may have ended meanwhile on a fast machine.
+    // On a fast machine the first one may have finished.
     if response.status() != 200 {
         assert!(response.headers().contains_key("retry-after"));
         let (status, error) = refusal(response).await;
@@ -140,7 +140,7 @@ async fn those_beyond_the_queue_are_told_when_to_come_again() {
 async fn a_stream_may_take_longer_than_a_client_may() {
     let server =
         Running::start(ServeSettings { client_timeout: 0.3, max_num_seqs: 1, ..settings() });
-    // Five of them one after the other: the last ones wait several times as long.
+    // Five of them in sequence: the last ones wait several times as long.
     let body = chat_body("go on", json!({"n": 5, "max_tokens": 480, "temperature": 0.7}));
     let began = std::time::Instant::now();
     let events = server.stream("/v1/chat/completions", body).await;

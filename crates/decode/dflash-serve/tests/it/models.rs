@@ -1,4 +1,4 @@
-//! Tiny random models on disk: a target with a tokenizer of bytes, and a draft that fits it.
+//! Tiny random models on disk: a target with a byte tokenizer, and a matching draft.
 
 use std::path::Path;
 
@@ -8,12 +8,12 @@ use dflash_test_support::{alone, byte_tokenizer};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor, no_grad};
 
-/// Ends a turn; the first id behind the bytes.
+/// Ends a turn; the first id after the bytes.
 const END: &str = "<|end|>";
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' }}\
     {% endfor %}{% if add_generation_prompt %}assistant{% if shout %}!{% endif %}: {% endif %}";
 
-/// Writes a random target with a tokenizer of bytes, and a draft that fits it.
+/// Writes a random target with a byte tokenizer, and a matching draft.
 pub(crate) fn save_models(dir: &Path) {
     tch::set_num_threads(1);
     let _alone = alone();
@@ -23,7 +23,7 @@ pub(crate) fn save_models(dir: &Path) {
     let target = Target::random(config.clone(), 5, tch::Device::Cpu);
     no_grad(|| {
         for (name, mut parameter) in target.parameters() {
-            // So large that texts vary, and so that only letters are likely.
+            // Scaled so that texts vary and only letters are likely.
             if name.contains("embed") {
                 let _ = parameter.narrow(0, 97, 26).g_mul_scalar_(12.0);
             } else if !name.contains("norm") {

@@ -88,10 +88,12 @@ fn sum(blocks: &[Value], key: &str) -> f64 {
 #[tokio::test(flavor = "multi_thread")]
 async fn blocks_say_which_tokens_were_drafted_and_leave_the_text_as_it_is() {
     let server = Running::start(settings());
-    // Hot enough for bytes that are parts of characters, and with a stop string that is held back.
+    // Characters of two tokens, the bytes of é, and a stop string that is held back.
+    let bytes = json!({"195": 100, "169": 100});
     for more in [
         json!({"temperature": 0, "max_tokens": 60}),
         json!({"temperature": 2, "max_tokens": 200, "ignore_eos": true}),
+        json!({"temperature": 2, "max_tokens": 60, "logit_bias": bytes}),
         json!({"temperature": 0, "max_tokens": 60, "stop": ["zzzz", "aq"]}),
     ] {
         let names = ["num_drafts", "num_draft_tokens", "num_accepted_tokens"];
@@ -107,6 +109,7 @@ async fn blocks_say_which_tokens_were_drafted_and_leave_the_text_as_it_is() {
         let after = counts().await;
         let whole = server.chat("tell", more.clone()).await;
         assert_eq!(whole["choices"][0]["message"]["content"], text.as_str(), "{more}");
+        assert_eq!(more["logit_bias"].is_object(), text.contains('é'), "{text}");
         let each: Vec<usize> = found.iter().map(|block| texts(block).len()).collect();
         assert_eq!(each.iter().sum::<usize>() as u64, tokens, "{more}");
         assert_eq!(each[0], 1, "the prompt gives one token");

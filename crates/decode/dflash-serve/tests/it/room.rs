@@ -1,4 +1,4 @@
-//! Small requests beside large ones: they do not wait for these, and nobody waits forever.
+//! Small requests next to large ones: small ones do not wait for them, and nobody waits forever.
 
 use std::time::{Duration, Instant};
 
@@ -12,13 +12,13 @@ use crate::running::{Running, chat_body, refusal, settings};
 const CHAT: &str = "/v1/chat/completions";
 const WAITING: &str = "vllm:num_requests_waiting";
 
-/// A request under way; its client leaves when it is aborted.
+/// A pending request; aborting it disconnects the client.
 fn send(server: &Running, more: Value) -> JoinHandle<Response> {
     let request = server.post(CHAT, &chat_body("go on", more));
     tokio::spawn(async move { request.send().await.unwrap() })
 }
 
-/// A request that has almost half of the memory for log-probabilities.
+/// A request that takes almost half of the memory for log-probabilities.
 fn huge(server: &Running) -> JoinHandle<Response> {
     let more = json!({"n": 128, "max_tokens": 389, "logprobs": true, "top_logprobs": 20,
         "ignore_eos": true, "temperature": 1.2});
@@ -39,7 +39,7 @@ async fn huge_requests_of_log_probabilities_do_not_hold_back_small_ones() {
     let mut crowd = vec![huge(&server), huge(&server)];
     server.until(WAITING, |waiting| waiting > 240.0).await;
     crowd.push(huge(&server));
-    // So that the third is in line before the small one.
+    // Lets the third queue up before the small one.
     tokio::time::sleep(Duration::from_millis(200)).await;
     server.chat("hi", json!({"max_tokens": 3, "logprobs": true, "top_logprobs": 1})).await;
     let waiting = server.metric(WAITING).await;
@@ -63,7 +63,7 @@ async fn who_waits_too_long_for_grammars_is_told_to_come_back() {
     let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
     let more = json!({"n": 16, "max_tokens": 400, "response_format": format});
     let crowd: Vec<_> = (0..32).map(|_| send(&server, more.clone())).collect();
-    // Each of them has its grammar.
+    // Each of them has its own grammar.
     server.until(WAITING, |waiting| waiting > 32.0 * 16.0 - 10.0).await;
     check_refused(send(&server, more)).await;
     crowd.iter().for_each(JoinHandle::abort);
@@ -94,7 +94,7 @@ async fn the_first_token_of_a_small_request_does_not_wait_for_128_choices() {
     let busy = first_token(&server).await;
     let waiting = server.metric(WAITING).await;
     assert!(waiting > 64.0, "{waiting} of 128 choices wait: the server was busy all the time");
-    // A step of the others, and turns of processors that other tests use too.
+    // A step of the others, plus delays from other tests on the same cores.
     let most = 20 * idle + Duration::from_millis(500);
     assert!(busy < most, "{busy:?}, and {idle:?} on an idle server");
     crowd.abort();

@@ -1,4 +1,4 @@
-//! A running server, its models, and how to ask it.
+//! Starts a server with its models, and sends requests.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -59,7 +59,7 @@ impl Running {
         Self::start_with(settings, |_| {})
     }
 
-    /// The same once `change` has been made in the target's directory.
+    /// The same after `change` in the target's directory.
     pub(crate) fn start_with(settings: ServeSettings, change: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         save_models(dir.path());
@@ -89,12 +89,12 @@ impl Running {
         };
         let thread = Some(thread::spawn(run));
         let address = receiver.recv_timeout(Duration::from_secs(120)).expect("it becomes ready");
-        // A client of its own for each server, so that no connection outlives it.
+        // One client per server, so that no connection outlives it.
         let client = reqwest::Client::builder().no_proxy().tls_certs_only([]).build().unwrap();
         Self { address, stop, thread, client, _dir: dir }
     }
 
-    /// Stops the server and hands back its result and how long that took.
+    /// Stops the server; returns its result and the time that took.
     pub(crate) fn end(mut self) -> (Result<(), Error>, Duration) {
         let began = Instant::now();
         self.stop.store(true, Ordering::SeqCst);
@@ -119,7 +119,7 @@ impl Running {
         request.body(body.to_string())
     }
 
-    /// A whole chat completion of a user's `text`, with more fields.
+    /// A chat completion of a user's `text`, with additional fields.
     pub(crate) async fn chat(&self, text: &str, more: Value) -> Value {
         ok(self.post("/v1/chat/completions", &chat_body(text, more)).send().await.unwrap()).await
     }
@@ -144,7 +144,7 @@ impl Running {
         events.into_iter().map(|event| serde_json::from_str(event).unwrap()).collect()
     }
 
-    /// The value of a metric, all its labels as they are printed.
+    /// The value of a metric, summed over its labels.
     pub(crate) async fn metric(&self, name: &str) -> f64 {
         let page = self.get("/metrics").send().await.unwrap().bytes().await.unwrap();
         let page = String::from_utf8(page.to_vec()).unwrap();
@@ -153,7 +153,7 @@ impl Running {
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    /// Waits until a metric is as wanted.
+    /// Waits until a metric satisfies `is_wanted`.
     pub(crate) async fn until(&self, name: &str, is_wanted: impl Fn(f64) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -182,7 +182,7 @@ pub(crate) fn chat_body(text: &str, more: Value) -> Value {
     more
 }
 
-/// With a seed, where the test says nothing of one: an answer may end at once by chance.
+/// Adds a seed unless the test sets one: otherwise an answer may end at once by chance.
 fn seeded(mut more: Value) -> Value {
     if more.get("seed").is_none() {
         more["seed"] = 1.into();

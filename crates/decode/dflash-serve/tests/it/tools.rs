@@ -1,4 +1,4 @@
-//! Calls of tools, asked for and answered.
+//! Tool calls: requested and answered.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::running::{Running, chat_body, ok, refusal, settings};
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// A template that writes a call as `call` says.
+/// A template that formats a call according to `call`.
 fn template(call: &str) -> String {
     let head = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\
                 {% for c in m.tool_calls or [] %}";
@@ -30,7 +30,7 @@ const TAGS: &str = "<tool_call>\n<function={{ c.function.name }}>\n{% for k in c
 fn server(call: &str) -> Running {
     Running::start_with(settings(), |target: &Path| {
         std::fs::write(target.join("chat_template.jinja"), template(call)).unwrap();
-        // Mistral's mark is a token that is not text.
+        // Mistral's marker is a token without text.
         let json = byte_tokenizer(&["<|end|>", "[TOOL_CALLS]"]).to_string();
         std::fs::write(target.join("tokenizer.json"), json).unwrap();
     })
@@ -46,7 +46,7 @@ fn named(name: &str) -> Value {
     json!({"type": "function", "function": {"name": name}})
 }
 
-/// A random model says blanks for ever.
+/// Prevents the endless whitespace of a random model.
 fn no_blanks() -> Value {
     json!({"9": -100, "10": -100, "13": -100, "32": -100})
 }
@@ -102,7 +102,7 @@ async fn a_call_that_has_to_be_is_made_whole_and_in_pieces() {
 #[tokio::test(flavor = "multi_thread")]
 async fn several_calls_may_have_to_be_made() {
     let server = server(HERMES);
-    // The line's end before another call rather than the end.
+    // Favours a newline before another call over the end.
     let mut bias = no_blanks();
     bias["10"] = json!(-50);
     bias["256"] = json!(-100);
@@ -129,7 +129,7 @@ async fn an_answer_that_calls_nothing_is_text() {
     let events = server.stream(CHAT, chat_body("hello", more)).await;
     let pieces = events.iter().map(|e| e["choices"][0]["delta"]["content"].as_str().unwrap());
     assert_eq!(pieces.collect::<String>(), text);
-    // The template sees the tools, unless none is to be called.
+    // The template sees the tools, unless no call is allowed.
     let prompt = |reply: &Value| reply["usage"]["prompt_tokens"].as_u64().unwrap();
     let without = server.chat("hello", json!({"max_tokens": 1})).await;
     let none = json!({"max_tokens": 1, "tools": [tool("a")], "tool_choice": "none"});
@@ -152,7 +152,7 @@ async fn earlier_calls_and_their_results_are_shown_to_the_template() {
     };
     let prompt = |reply: Value| reply["usage"]["prompt_tokens"].as_u64().unwrap();
     let text = prompt(ok(ask(json!("{\"city\": \"Oslo\"}")).await).await);
-    // Written as an object, and not as a text with its quotes.
+    // Written as an object, and not as a quoted string.
     assert_eq!(prompt(ok(ask(json!({"city": "Oslo"})).await).await), text);
     let expected = "user: hi.assistant: <tool_call>\n{\"name\": \"a\", \"arguments\": {\"city\": \"Oslo\"}}\n\
                     </tool_call>.tool: sunny.assistant: ";

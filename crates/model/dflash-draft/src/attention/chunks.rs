@@ -1,13 +1,13 @@
-//! Parts by chunks of neighbouring anchors.
+//! Attention parts by chunks of neighbouring anchors.
 //!
-//! All queries of a chunk share one contiguous stretch of context that needs no mask, and only the
-//! short stretches between the chunk's first and last limit are masked. The own block is one batched
-//! attention of block size by block size.
+//! All queries of a chunk share one contiguous unmasked stretch of context; only the short
+//! stretches between the chunk's first and last limit are masked. The blocks' own attention is one
+//! batch of block size by block size.
 //!
-//! Query heads that share a key/value head are folded into the query length, so keys and values
-//! are never expanded. In memory the key/value head is the last but one dimension of queries and
-//! results, as flash kernels leave it: so parts are merged and gradients added over contiguous memory,
-//! and a result already is a matrix with a row per slot.
+//! Query heads that share a key/value head are folded into the query length, so keys and values are
+//! never expanded. In memory the key/value head is the second-to-last dimension of queries and
+//! results, as flash kernels leave it. So parts are merged and gradients added over contiguous
+//! memory, and the result is already a matrix with one row per slot.
 
 use std::ops::Range;
 
@@ -19,14 +19,14 @@ use super::plan::{BlockPlan, Segment, Visibility};
 use super::{Attended, AttentionGradient, AttentionShape, HIDDEN, KeyValue, mask_tensor};
 
 impl KeyValue {
-    /// Rows of a batch of one.
+    /// Rows as a batch of one.
     fn rows(&self, range: &Range<usize>) -> (Tensor, Tensor) {
         let (start, length) = (range.start as i64, range.len() as i64);
         let take = |x: &Tensor| x.narrow(1, start, length).unsqueeze(0);
         (take(&self.k_jtd), take(&self.v_jtd))
     }
 
-    /// The blocks' own rows as a batch of blocks: [A, kv heads, B, D].
+    /// The blocks' rows as a batch of blocks: [A, kv heads, B, D].
     fn blocks(&self, block_size: i64) -> (Tensor, Tensor) {
         (split_blocks(&self.k_jtd, block_size), split_blocks(&self.v_jtd, block_size))
     }
@@ -38,7 +38,7 @@ impl KeyValue {
     }
 }
 
-/// One kind of layer's attention over one packed row: chunks, segments and their masks.
+/// Attention of one layer type over one packed row: chunks, segments and their masks.
 #[derive(Debug)]
 pub(super) struct ChunkAttention {
     block_size: i64,
@@ -57,7 +57,7 @@ struct Chunk {
 }
 
 impl ChunkAttention {
-    /// Prepares the masks of all chunks of `plan` for layers that see `visibility`.
+    /// Prepares the masks of all chunks of `plan` for layers with `visibility`.
     pub(super) fn new(plan: &BlockPlan, visibility: &Visibility, shape: &AttentionShape) -> Self {
         let group = shape.queries_per_kv as usize;
         let slots = |anchors: usize| (anchors * plan.block_size()) as i64;
@@ -81,7 +81,7 @@ impl ChunkAttention {
         }
     }
 
-    /// Attends: `q_jngd` to the visible part of `context` and to its block's rows of `own`.
+    /// See [`super::BlockAttention::forward`].
     pub(super) fn forward(&self, q_jngd: &Tensor, context: &KeyValue, own: &KeyValue) -> Attended {
         let q_jngd = &HeadOrder::ByQuery.ordered(q_jngd);
         let (k, v) = own.blocks(self.block_size);
@@ -102,7 +102,7 @@ impl ChunkAttention {
         merged
     }
 
-    /// Gradients for `dout_jngd`, given the forward's inputs and result.
+    /// See [`super::BlockAttention::backward`].
     pub(super) fn backward(
         &self,
         dout_jngd: &Tensor,
@@ -160,7 +160,7 @@ impl ChunkAttention {
         x.view([size[0], -1, self.block_size * self.queries_per_kv, size[3]]).transpose(0, 1)
     }
 
-    /// [A, j, B*g, D] -> [j, N, g, D], whose memory is [N, g, j, D]; flash kernels leave it so.
+    /// [A, j, B*g, D] -> [j, N, g, D] with memory order [N, g, j, D], as flash kernels leave it.
     fn unfold_blocks(&self, x: &Tensor) -> Tensor {
         join_blocks(x).unflatten(1, [-1, self.queries_per_kv])
     }
@@ -177,7 +177,7 @@ impl ChunkAttention {
         lse_jng.narrow(1, start, length).view([1, lse_jng.size()[0], length * self.queries_per_kv])
     }
 
-    /// Folds one part's (out, lse) into the merged ones, in place.
+    /// Merges one part's (out, lse) into the merged ones, in place.
     fn merge(&self, merged: &Attended, chunk: &Chunk, out: &Tensor, lse: &Tensor) {
         let merged_out = self.fold_chunk(&merged.out_jngd, chunk);
         let merged_lse = self.fold_lse(&merged.lse_jng, chunk);
@@ -191,7 +191,7 @@ fn split_blocks(x_jnd: &Tensor, block_size: i64) -> Tensor {
     x_jnd.unflatten(1, [size[1] / block_size, block_size]).transpose(0, 1)
 }
 
-/// [A, j, rows, D] -> [j, A*rows, D], whose memory is [A*rows, j, D].
+/// [A, j, rows, D] -> [j, A*rows, D] with memory order [A*rows, j, D].
 fn join_blocks(x: &Tensor) -> Tensor {
     x.transpose(1, 2).contiguous().flatten(0, 1).transpose(0, 1)
 }
@@ -210,7 +210,7 @@ fn segment_mask(segment: &Segment, group: usize, shape: &AttentionShape) -> Opti
     Some(mask_tensor(&values, columns, shape))
 }
 
-/// What the slots of a block see of their block, [B*g, B].
+/// Mask of the slots of a block over their own block, [B*g, B].
 fn own_mask(visibility: &Visibility, block_size: usize, shape: &AttentionShape) -> Tensor {
     let group = shape.queries_per_kv as usize;
     let mut values = vec![HIDDEN; block_size * group * block_size];

@@ -1,9 +1,9 @@
-//! Parts by halving: one variable-length call for the blocks themselves with their edges, one for
-//! the cores, and one for each depth of the halves. See `rectangles` for the cutting.
+//! Attention parts by halving: one variable-length call for the blocks with their edges, one for
+//! the cores, and one per depth of the halves. See `rectangles` for the splitting.
 //!
-//! The rows of a call are copied together where they do not lie so; within a call no query and no key
-//! comes twice but for edges, so results and gradients are put back without overlap. In memory a
-//! slot's heads are in the order of the checkpoint, as the kernels take them.
+//! Rows of a call are gathered unless they are contiguous. Within a call no query and no key occurs
+//! twice, except edges, so results and gradients are scattered without overlap. A slot's heads are
+//! in checkpoint order, as the kernels expect.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use super::rectangles::Rectangle;
 use super::varlen::{Call, Lengths, Results};
 use super::{Attended, AttentionGradient, AttentionShape, KeyValue};
 
-/// One kind of layer's attention over one packed row: its calls.
+/// Attention of one layer type over one packed row: its calls.
 #[derive(Debug)]
 pub(super) struct HalvesAttention {
     own: Own,
@@ -29,13 +29,13 @@ pub(super) struct HalvesAttention {
 /// The call of the blocks over their edges and themselves.
 #[derive(Debug)]
 struct Own {
-    /// The keys, as rows of context and own one behind the other; `None` where no block has an edge,
-    /// and the keys are the own rows as they lie.
+    /// The keys, as row numbers of the concatenated context and own rows; `None` if no block has an
+    /// edge and the keys are just the own rows.
     keys: Option<Tensor>,
     call: Call,
 }
 
-/// The call of rectangles that are disjoint in queries and in keys.
+/// A call of rectangles that are disjoint in queries and in keys.
 #[derive(Debug)]
 struct Level {
     slots: Rows,
@@ -43,17 +43,16 @@ struct Level {
     call: Call,
 }
 
-/// Rows of a tensor.
 #[derive(Debug)]
 enum Rows {
-    /// First row and number.
+    /// First row and count.
     Span(i64, i64),
-    /// Their numbers, int64, ascending.
+    /// Row numbers, int64, ascending.
     Listed(Tensor),
 }
 
 impl Rows {
-    /// The rows of `x`, which has them in dimension `dim`: a view of a span.
+    /// The selected rows of `x` in dimension `dim`; a view for a span.
     fn take(&self, x: &Tensor, dim: i64) -> Tensor {
         match self {
             Self::Span(start, length) => x.narrow(dim, *start, *length),
@@ -61,7 +60,7 @@ impl Rows {
         }
     }
 
-    /// Writes `values` over the rows of `x`.
+    /// Overwrites the selected rows of `x` with `values`.
     fn put(&self, x: &Tensor, dim: i64, values: &Tensor) {
         match self {
             Self::Span(..) => self.take(x, dim).copy_(values),
@@ -71,7 +70,7 @@ impl Rows {
         }
     }
 
-    /// Adds `values` to the rows of `x`, in its kind.
+    /// Adds `values` to the selected rows of `x`, in its type.
     fn add(&self, x: &Tensor, values: &Tensor) {
         match self {
             Self::Span(..) => {
@@ -106,8 +105,7 @@ impl KeyRows {
     }
 }
 
-/// What the parts so far come to: out [slots, heads, D], lse [heads, slots], in float32 for inputs in
-/// half precision.
+/// Merge of the parts so far: out [slots, heads, D], lse [heads, slots]; float32 for halves.
 struct Merged {
     out: Tensor,
     lse: Tensor,
@@ -126,7 +124,7 @@ impl Merged {
 }
 
 impl HalvesAttention {
-    /// Prepares the calls of `plan` for layers that see `visibility`.
+    /// Prepares the calls of `plan` for layers with `visibility`.
     pub(super) fn new(plan: &BlockPlan, visibility: &Visibility, shape: &AttentionShape) -> Self {
         let rectangles = plan.rectangles(visibility);
         let own = OwnPlan::new(plan, visibility, &rectangles.edges);
@@ -160,7 +158,7 @@ impl HalvesAttention {
         Self { own, levels, queries_per_kv: shape.queries_per_kv }
     }
 
-    /// Attends: `q_jngd` to the visible part of `context` and to its block's rows of `own`.
+    /// See [`super::BlockAttention::forward`].
     pub(super) fn forward(&self, q_jngd: &Tensor, context: &KeyValue, own: &KeyValue) -> Attended {
         let q = by_row(q_jngd);
         let (context, own) = (KeyRows::of(context), KeyRows::of(own));
@@ -179,7 +177,7 @@ impl HalvesAttention {
         }
     }
 
-    /// Gradients for `dout_jngd`, given the forward's inputs and result.
+    /// See [`super::BlockAttention::backward`].
     pub(super) fn backward(
         &self,
         dout_jngd: &Tensor,
@@ -226,8 +224,8 @@ impl Own {
         KeyRows { k: pick(&context.k, &own.k), v: pick(&context.v, &own.v) }
     }
 
-    /// Gradients of the queries, to be added to, and of the own keys and values; those of edges are
-    /// added to `sums`.
+    /// Gradients of the queries, to be accumulated, and of the own keys and values; those of edges
+    /// are added to `sums`.
     fn backward(
         &self,
         whole: &Results,
@@ -259,12 +257,12 @@ impl Own {
     }
 }
 
-/// [kv heads, N, group, D] as [N, heads, D]: a copy where the memory is laid out otherwise.
+/// [kv heads, N, group, D] as [N, heads, D]; a copy if the memory order differs.
 pub(super) fn by_row(x_jngd: &Tensor) -> Tensor {
     HeadOrder::ByKeyHead.rows(x_jngd).flatten(1, 2)
 }
 
-/// Runs of rows in ascending order; those that touch are one.
+/// Runs of rows in ascending order; adjacent runs are joined.
 #[derive(Debug, Default)]
 pub(super) struct RowPlan {
     spans: Vec<Range<usize>>,
@@ -284,7 +282,7 @@ impl RowPlan {
         plan
     }
 
-    /// The rows where they are one span.
+    /// The rows, if they are a single span.
     pub(super) fn span(&self) -> Option<&Range<usize>> {
         match &self.spans[..] {
             [span] => Some(span),
@@ -292,12 +290,11 @@ impl RowPlan {
         }
     }
 
-    /// All rows.
     pub(super) fn rows(&self) -> &[i64] {
         &self.list
     }
 
-    /// The rows that must be copied together: none where they are one span.
+    /// The rows to gather; none if they are a single span.
     fn listed(&self) -> &[i64] {
         if self.span().is_some() { &[] } else { &self.list }
     }
@@ -310,7 +307,7 @@ impl RowPlan {
     }
 }
 
-/// A level before it is on a device.
+/// A level before it is copied to a device.
 #[derive(Debug)]
 pub(super) struct LevelPlan {
     pub(super) slots: RowPlan,
@@ -330,10 +327,10 @@ impl LevelPlan {
     }
 }
 
-/// The blocks' own call before it is on a device.
+/// The blocks' own call before it is copied to a device.
 #[derive(Debug)]
 pub(super) struct OwnPlan {
-    /// Rows of context and own one behind the other; none where no block has an edge.
+    /// Row numbers of the concatenated context and own rows; empty if no block has an edge.
     pub(super) keys: Vec<i64>,
     pub(super) lengths: Lengths,
 }
@@ -356,8 +353,8 @@ impl OwnPlan {
     }
 }
 
-/// What a slot sees of its block's edge and slots, which lie in a row: the window's end is in step
-/// with the slots, since the edge is as long as the first slot sees further back than the last.
+/// Window of a slot over its block's edge followed by its slots. It moves with the slot: the edge's
+/// length is the difference between the first and last slot's view.
 fn own_window(visibility: &Visibility, block_size: usize) -> Window {
     let right = visibility.causal_in_block.then_some(0);
     let left = match visibility.window {
@@ -370,7 +367,7 @@ fn own_window(visibility: &Visibility, block_size: usize) -> Window {
     Window { left, right }
 }
 
-/// The lists as tensors that are views of one.
+/// Uploads the lists in one copy and returns views.
 pub(super) fn upload<T: Element + Clone>(lists: &[&[T]], device: Device) -> Vec<Tensor> {
     let all = dflash_tensor::upload(&lists.concat(), device);
     let mut start = 0;
@@ -413,8 +410,8 @@ mod tests {
         }
     }
 
-    /// How often each slot meets each context row and each slot, and the pairs by call, from what the
-    /// calls are given.
+    /// How often each slot meets each context row and each slot, and the pairs per call, from the
+    /// calls' arguments.
     fn met(attention: &HalvesAttention, plan: &BlockPlan) -> (Vec<i64>, Vec<i64>) {
         let (slots, context) = (plan.slots() as i64, plan.context_rows() as i64);
         let columns = (context + slots) as usize;
@@ -447,7 +444,7 @@ mod tests {
             let (met, pairs) = met(&attention(&case, &plan), &plan);
             let mask = case.mask(&plan).to_kind(Kind::Int64);
             assert!(met == Vec::<i64>::try_from(mask.flatten(0, 1)).unwrap(), "{case:?}");
-            // The arithmetic that is reported is the arithmetic that is done.
+            // The reported arithmetic equals the actual arithmetic.
             assert_eq!(pairs.iter().sum::<i64>(), visible_pairs(&plan, &case.visibility) as i64);
             assert_eq!(mask.sum(None).int64_value(&[]), pairs.iter().sum::<i64>());
         }
@@ -466,7 +463,7 @@ mod tests {
         }
     }
 
-    /// The arguments of a kernel for GPUs, given to what such a kernel is defined to do.
+    /// The arguments of a GPU kernel, passed to a reference implementation.
     #[test]
     fn kernels_that_take_the_calls_arguments_give_the_dense_formula_with_all_gradients() {
         let mut random = random();

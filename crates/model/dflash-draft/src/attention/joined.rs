@@ -1,9 +1,9 @@
-//! Parts by halving on a GPU with our own kernels: the calls of `halves`, but what lies around them is
-//! done for all calls of a layer at once. One launch copies the rows together that do not lie so, one
-//! merges the results; in the backward pass one copies and one adds all gradients up, in float32.
+//! Attention parts by halving on a GPU with our kernels: the calls of `halves`, with the work
+//! around them done for all calls of a layer at once. One launch gathers non-contiguous rows and
+//! one merges the results; in the backward pass one gathers and one sums all gradients, in float32.
 //!
-//! Who adds what is decided with the plan: for each block its place in every call, for each row of keys
-//! the list of its places. So sums have one order, and nothing is written twice.
+//! The plan determines what is added where: for each block its row in every call, for each key row
+//! the list of its occurrences. So sums have a fixed order, and nothing is written twice.
 
 use std::ops::Range;
 
@@ -16,13 +16,12 @@ use super::rectangles::Rectangle;
 use super::varlen::{Call, Results};
 use super::{Attended, AttentionGradient, AttentionShape, KeyValue};
 
-/// One kind of layer's attention over one packed row: its calls, and where their rows come from.
+/// Attention of one layer type over one packed row: its calls, and the sources of their rows.
 #[derive(Debug)]
 pub(super) struct JoinedAttention {
     runner: Runner,
     own: Call,
-    /// Where the own call's keys are; `None` where no block has an edge, and they are the own rows as
-    /// they lie.
+    /// Rows of the own call's keys; `None` if no block has an edge.
     own_keys: Option<Rows>,
     levels: Vec<Level>,
     tables: Tables,
@@ -38,12 +37,11 @@ struct Level {
     call: Call,
 }
 
-/// Rows of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rows {
-    /// First and number, of the tensor itself.
+    /// First row and count, in the original tensor.
     Lying(i64, i64),
-    /// First and number, of what was copied together.
+    /// First row and count, in the gathered tensor.
     Copied(i64, i64),
 }
 
@@ -56,23 +54,23 @@ impl Rows {
     }
 }
 
-/// What the kernels are told, int32 on the device.
+/// Arguments of the kernels, int32 on the device.
 #[derive(Debug)]
 struct Tables {
-    /// Slots and key rows to copy together.
+    /// Slots and key rows to gather.
     slot_list: Tensor,
     key_list: Tensor,
-    /// Where each call's slots begin in the list, and the list's length.
+    /// Start of each call's slots in the list, then the list's length.
     calls: Vec<i32>,
     /// [blocks, levels].
     places: Tensor,
-    /// Of each key row, the context's and the own ones: where its places begin, and the places as
+    /// For each key row (context, then own): the start of its occurrences, and the occurrences as
     /// pairs (part, row).
     key_first: Tensor,
     key_places: Tensor,
 }
 
-/// [`Tables`] in the making.
+/// [`Tables`] under construction.
 #[derive(Debug, Default)]
 struct Lists {
     slots: Vec<i32>,
@@ -81,7 +79,7 @@ struct Lists {
 }
 
 impl Lists {
-    /// The rows of a call, copied together unless they are one span.
+    /// The rows of a call, gathered unless they are a single span.
     fn rows(list: &mut Vec<i32>, plan: &RowPlan) -> Rows {
         match plan.span() {
             Some(span) => Rows::Lying(span.start as i64, span.len() as i64),
@@ -109,8 +107,8 @@ fn index(row: i64) -> i32 {
 }
 
 impl JoinedAttention {
-    /// Prepares the calls of `plan` for layers that see `visibility`; `None` where they are more than
-    /// the kernels take.
+    /// Prepares the calls of `plan` for layers with `visibility`; `None` if they exceed the
+    /// kernels' limit.
     pub(super) fn new(
         runner: Runner,
         plan: &BlockPlan,
@@ -167,7 +165,7 @@ impl JoinedAttention {
         })
     }
 
-    /// Attends: `q_jngd` to the visible part of `context` and to its block's rows of `own`.
+    /// See [`super::BlockAttention::forward`].
     pub(super) fn forward(&self, q_jngd: &Tensor, context: &KeyValue, own: &KeyValue) -> Attended {
         let q = by_row(q_jngd);
         let (context, own) = (dense_rows(context), dense_rows(own));
@@ -192,7 +190,7 @@ impl JoinedAttention {
         }
     }
 
-    /// Gradients for `dout_jngd`, given the forward's inputs and result.
+    /// See [`super::BlockAttention::backward`].
     pub(super) fn backward(
         &self,
         dout_jngd: &Tensor,
@@ -272,7 +270,7 @@ impl Level {
     }
 }
 
-/// Keys and values by row, each row's heads side by side in memory: a copy where they do not lie so.
+/// Keys and values by row with contiguous heads; copied if necessary.
 fn dense_rows(x: &KeyValue) -> KeyRows {
     KeyRows::of(x).map(|x| {
         let (size, stride) = (x.size(), x.stride());
@@ -286,7 +284,7 @@ fn key_rows(rows: Rows, lying: &KeyRows, copied: &Gathered) -> KeyRows {
     KeyRows { k: rows.of(&lying.k, k), v: rows.of(&lying.v, v) }
 }
 
-/// For each block and level the call's row of the block's first slot, or -1.
+/// For each block and level the row of the block's first slot in the call, or -1.
 fn places(levels: &[Vec<Rectangle>], plan: &BlockPlan) -> Vec<i32> {
     let mut places = vec![-1; plan.anchors().len() * levels.len()];
     for (column, level) in levels.iter().enumerate() {
@@ -299,8 +297,8 @@ fn places(levels: &[Vec<Rectangle>], plan: &BlockPlan) -> Vec<i32> {
     places
 }
 
-/// For each row of keys, the context's and then the own ones, where its places begin, and the places:
-/// pairs (part, row), parts ascending.
+/// For each key row (context, then own) the start of its occurrences, and the occurrences: pairs
+/// (part, row), parts ascending.
 fn key_places(own: &OwnPlan, levels: &[LevelPlan], plan: &BlockPlan) -> (Vec<i32>, Vec<i32>) {
     let context = plan.context_rows() as i64;
     let keys = context + plan.slots() as i64;
@@ -312,7 +310,7 @@ fn key_places(own: &OwnPlan, levels: &[LevelPlan], plan: &BlockPlan) -> (Vec<i32
         let place = |(place, &row): (usize, &i64)| (row, [part as i32, index(place as i64)]);
         met.extend(rows.iter().enumerate().map(place));
     }
-    // Stable: the places of a row stay in the order of the parts.
+    // Stable, so that a row's occurrences stay in part order.
     met.sort_by_key(|&(row, _)| row);
     let first = |row: i64| index(met.partition_point(|&(other, _)| other < row) as i64);
     let first = (0..=keys).map(first).collect();

@@ -1,24 +1,22 @@
-//! One part of a merged attention: output and log-sum-exp, and gradients from the merged ones.
+//! One part of a merged attention: output and log-sum-exp, and gradients from the merged values.
 //!
-//! On a CPU in float32 or bfloat16 these are libtorch's flash kernels, which never store scores.
-//! Elsewhere (float64 for gradient checks, CUDA where its variable-length kernels do not fit, and
-//! [`Kernels::Portable`]) the scores of the part are materialised: at most one chunk's rows by its
-//! segment, or one rectangle.
+//! On a CPU in float32 or bfloat16 this uses libtorch's flash kernels, which never store scores.
+//! Otherwise (float64 for gradient checks, CUDA if its variable-length kernels do not support the
+//! call, and [`Kernels::Portable`]) the part's scores are materialised: at most one chunk's rows
+//! times its segment, or one rectangle.
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::ops::accumulate_kind;
 use tch::Tensor;
 
-/// What all parts of one attention share.
+/// Parameters common to all parts of one attention.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// Of the scores.
     pub(super) scale: f64,
-    /// What computes.
     pub(super) kernels: Kernels,
 }
 
-/// A part's view of the queries in the backward pass: the *merged* output and log-sum-exp.
+/// A part's queries in the backward pass, with the *merged* output and log-sum-exp.
 #[derive(Debug)]
 pub(super) struct Query {
     /// [batch, heads, rows, D].

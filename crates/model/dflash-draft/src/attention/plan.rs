@@ -1,47 +1,47 @@
-//! Which context each chunk of anchors sees, as index ranges: no tensors here.
+//! Which context each chunk of anchors sees, as index ranges without tensors.
 //!
-//! The context that travels through the draft is only what some anchor can see: of each document
-//! the positions before its last anchor (and, when every layer is sliding, not before the first
-//! window). These rows, document after document, are the *context rows* that segments refer to.
+//! Only context that some anchor can see goes through the draft: of each document the positions
+//! before its last anchor (and, if every layer is sliding, not before the first window). These
+//! rows, document after document, are the *context rows* that segments refer to.
 
 use std::ops::Range;
 
-/// Slots (rows before folding of the heads) that one chunk should hold at most. Larger chunks make
-/// fewer calls, smaller ones waste less on masked scores.
+/// Maximum slots per chunk (rows before folding of the heads). Larger chunks need fewer calls,
+/// smaller ones waste less on masked scores.
 const CHUNK_ROWS: usize = 512;
 
-/// Context rows that the middle of a chunk must have for a call of its own. A shorter one joins the
-/// masked edges: its mask is cheaper than another call, another result and their merge.
+/// Minimum context rows for a separate call of a chunk's middle. A shorter middle joins the masked
+/// edges, whose mask is cheaper than another call, result and merge.
 const OWN_CALL_ROWS: usize = 128;
 
 /// How a sliding layer's window is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRule {
-    /// As vLLM and SGLang serve it: slot k of the block at a sees from a + k - (window - 1).
+    /// As vLLM and SGLang serve it: slot k of a block at a sees from a + k - window + 1 on.
     Serving,
-    /// As speculators trains it: every slot of the block at a sees from a - window.
+    /// As speculators trains it: every slot of the block at a sees positions from a - window on.
     Speculators,
 }
 
-/// What the slots of one kind of layer see.
+/// What the slots of one layer type see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Visibility {
     /// Window in tokens and its rule; `None` for full attention.
     pub window: Option<(usize, WindowRule)>,
-    /// Whether a slot sees only the slots of its block up to itself.
+    /// Whether attention within a block is causal.
     pub causal_in_block: bool,
 }
 
 impl Visibility {
-    /// Full attention: the whole context before the anchor, the whole block.
+    /// Full attention: all context before the anchor, and the whole block.
     pub const FULL: Self = Self { window: None, causal_in_block: false };
 
-    /// A sliding layer as it is served: causal in the block.
+    /// A sliding layer as served: causal within the block.
     pub const fn sliding(window: usize) -> Self {
         Self { window: Some((window, WindowRule::Serving)), causal_in_block: true }
     }
 
-    /// Document positions that slot `slot` of the block at `anchor` sees.
+    /// Document positions visible to slot `slot` of the block at `anchor`.
     pub fn context(&self, anchor: usize, slot: usize) -> Range<usize> {
         let first = match self.window {
             None => 0,
@@ -51,9 +51,9 @@ impl Visibility {
         first.min(anchor)..anchor
     }
 
-    /// Slots of its own block, of `block_size`, that slot `slot` sees.
+    /// Slots of its own block, of `block_size`, visible to slot `slot`.
     ///
-    /// A window as it is served counts them too: one smaller than the block ends inside it.
+    /// A served window includes them, so a window smaller than the block ends inside it.
     pub fn own(&self, slot: usize, block_size: usize) -> Range<usize> {
         if !self.causal_in_block {
             return 0..block_size;
@@ -66,35 +66,35 @@ impl Visibility {
     }
 }
 
-/// One document that has anchors.
+/// A document with anchors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DocumentSpan {
-    /// Its anchors, as indices into the row's sorted anchors.
+    /// Range of its anchors in the row's sorted anchors.
     pub anchors: Range<usize>,
     /// Its first position in the packed row.
     pub row_start: usize,
-    /// Document positions that travel as context.
+    /// Document positions that go through the draft as context.
     pub context: Range<usize>,
-    /// Where they start among the context rows.
+    /// Index of the first of them among the context rows.
     pub context_row: usize,
 }
 
 /// A stretch of context rows that the queries of a chunk attend to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Context rows.
+    /// Range of context rows.
     pub context: Range<usize>,
-    /// For each slot of the chunk the columns it sees, relative to `context`; `None` when every
-    /// slot sees all.
+    /// Visible columns of each slot in the chunk, relative to `context`; `None` if every slot sees
+    /// all.
     pub row_limits: Option<Vec<Range<usize>>>,
 }
 
-/// Neighbouring anchors of one document whose queries are computed together.
+/// Neighbouring anchors of one document that are processed together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkPlan {
-    /// Indices into the row's sorted anchors.
+    /// Range in the row's sorted anchors.
     pub anchors: Range<usize>,
-    /// Disjoint; together they cover what any slot of the chunk sees.
+    /// Disjoint ranges that cover everything visible to the chunk's slots.
     pub segments: Vec<Segment>,
 }
 
@@ -109,13 +109,13 @@ pub struct BlockPlan {
 
 impl BlockPlan {
     /// Plans blocks of `block_size` at `anchors` (ascending positions in the packed row) over
-    /// documents that begin at `document_starts` (one more entry: the end of the last).
+    /// documents that begin at `document_starts` (last entry: the end of the last document).
     ///
-    /// `visibilities` are those of all layers: when each has a window, context before the earliest
-    /// window does not travel.
+    /// `visibilities` are those of all layers: if each has a window, context before the earliest
+    /// window is dropped.
     ///
     /// # Panics
-    /// When the anchors are not ascending or lie outside the documents: a bug of the caller.
+    /// If the anchors are not ascending or are outside the documents: a bug of the caller.
     pub fn new(
         document_starts: &[usize],
         anchors: &[usize],
@@ -151,7 +151,7 @@ impl BlockPlan {
         Self { block_size, anchors: anchors.to_vec(), spans, context_rows }
     }
 
-    /// Slots of a block.
+    /// Slots per block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
@@ -161,7 +161,7 @@ impl BlockPlan {
         &self.anchors
     }
 
-    /// Slots of all blocks: anchors times block size.
+    /// Total number of slots: anchors times block size.
     pub fn slots(&self) -> usize {
         self.anchors.len() * self.block_size
     }
@@ -201,7 +201,7 @@ impl BlockPlan {
         self.anchor_positions().flat_map(block).map(|position| position as i64).collect()
     }
 
-    /// Chunks of all documents for layers of one visibility; `group` query heads share a key head.
+    /// Chunks of all documents for layers with `visibility`; `group` query heads share a key head.
     pub fn chunks(&self, visibility: &Visibility, group: usize) -> Vec<ChunkPlan> {
         let per_chunk = (CHUNK_ROWS / (self.block_size * group)).max(1);
         let mut chunks = Vec::new();
@@ -217,7 +217,7 @@ impl BlockPlan {
         chunks
     }
 
-    /// Cuts what a chunk sees into an unmasked middle and masked edges.
+    /// Splits what a chunk sees into an unmasked middle and masked edges.
     fn segments(
         &self,
         span: &DocumentSpan,
@@ -268,7 +268,7 @@ fn segment(span: &DocumentSpan, cut: &Range<usize>, rows: &[Range<usize>]) -> Se
 mod tests {
     use super::*;
 
-    /// Every (anchor index, slot, context row) that the chunks let through.
+    /// Every (anchor index, slot, context row) visible through the chunks.
     fn seen(plan: &BlockPlan, visibility: &Visibility) -> Vec<(usize, usize, usize)> {
         let mut seen = Vec::new();
         for chunk in plan.chunks(visibility, 2) {

@@ -1,13 +1,13 @@
-//! What blocks see of their context as rectangles without masks: index ranges, no tensors.
+//! Splits what blocks see of their context into unmasked rectangles: index ranges without tensors.
 //!
-//! A rectangle is a run of anchors, all of whose slots see the same run of context rows. The anchors
-//! of a document are sorted, so the ends of what they see ascend, and so do the starts where there
-//! is a window. All anchors of a document (with a window: of as many as share a position that each
-//! sees) have a *core* in common. Beyond it, the later half of the anchors sees what lies between
-//! the ends of the two halves' first; with a window, the earlier half what lies between the starts
-//! of the two halves' last. The halves are halved in the same way. Rectangles of one depth are
+//! A rectangle is a run of anchors, all of whose slots see the same run of context rows. The
+//! anchors of a document are sorted, so the ends of their views ascend, and with a window so do the
+//! starts. All anchors of a document share a *core* (with a window: as many anchors as have a
+//! common visible position). Beyond it, the later half of the anchors sees what is between the
+//! first anchors' ends of the two halves; with a window, the earlier half sees what is between the
+//! last anchors' starts. The halves are halved in the same way. Rectangles of one depth are
 //! disjoint in anchors and in context rows, over all documents: one call of a variable-length
-//! kernel, whose gradients never overlap. No pair is computed that is not seen.
+//! kernel, whose gradients never overlap. No hidden pair is computed.
 //!
 //! ```text
 //!            context ->
@@ -17,46 +17,45 @@
 //! anchor 3   #####1122
 //! ```
 //!
-//! Slots of one block see the same but for a served window, which starts one position later from
-//! slot to slot. There rectangles end where the last slot's window starts; what lies before it, the
-//! block's *edge*, is seen together with the block's own slots.
+//! All slots of a block see the same context, except with a served window, which starts one
+//! position later from slot to slot. Then rectangles start at the last slot's window; the context
+//! before it, the block's *edge*, is attended to together with the block's own slots.
 //!
-//! Without a window, halving ends where few anchors are left, or where they are so near that the
-//! kernels' tile of keys has room, beside a block's own slots, for what it sees beyond their first:
-//! that is an edge too. The rectangles of the last depths would fill a fraction of a tile each.
+//! Without a window, halving stops when few anchors are left, or when they are so close that what
+//! they see beyond their first fits in a key tile together with a block's own slots: that is an
+//! edge too. Rectangles of the last depths would fill only a fraction of a tile each.
 
 use std::ops::Range;
 
 use super::plan::{BlockPlan, DocumentSpan, Visibility};
 
-/// Keys that kernels take at a time.
+/// Keys per tile of the kernels.
 const TILE_KEYS: usize = 64;
-/// Anchors that are not halved where edges may take what they see.
+/// Maximum anchors that are not halved if edges can take what they see.
 const FEW: usize = 4;
 
-/// Anchors whose slots all see the same context rows. Neither range is empty.
+/// Anchors whose slots all see the same context rows. Both ranges are nonempty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rectangle {
-    /// Indices into the row's sorted anchors.
+    /// Range in the row's sorted anchors.
     pub anchors: Range<usize>,
-    /// Context rows.
+    /// Range of context rows.
     pub context: Range<usize>,
 }
 
-/// All rectangles of a packed row for layers of one visibility.
+/// All rectangles of a packed row for layers with one visibility.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RectanglePlan {
-    /// Those of one entry are disjoint in anchors and in context rows, and ascend in both.
+    /// Rectangles of one level are disjoint in anchors and in context rows, and ascend in both.
     pub levels: Vec<Vec<Rectangle>>,
-    /// Per anchor the context rows that belong to no rectangle. With a served window they are those
-    /// that some of its slots see and its last slot does not; slot k sees those from k on, counted as
-    /// if a first row that the document's start cuts off were there. Without a window all slots see
-    /// all of them.
+    /// Per anchor the context rows outside all rectangles. With a served window, these are visible
+    /// to some of its slots but not to its last; slot k sees them from index k on, counting rows
+    /// cut off by the document's start. Without a window all slots see all of them.
     pub edges: Vec<Range<usize>>,
 }
 
 impl BlockPlan {
-    /// Cuts what layers of one visibility see into rectangles and edges.
+    /// Splits what layers with `visibility` see into rectangles and edges.
     pub fn rectangles(&self, visibility: &Visibility) -> RectanglePlan {
         let room = match visibility.window {
             None => TILE_KEYS.saturating_sub(self.block_size()),
@@ -80,7 +79,6 @@ impl BlockPlan {
     }
 }
 
-/// Positions of a document as context rows.
 fn context_rows(span: &DocumentSpan, positions: Range<usize>) -> Range<usize> {
     assert!(
         positions.is_empty()
@@ -97,14 +95,13 @@ fn context_rows(span: &DocumentSpan, positions: Range<usize>) -> Range<usize> {
 #[derive(Default)]
 struct Staircases {
     cores: Vec<Rectangle>,
-    /// By depth: what later halves see beyond the core, behind it.
+    /// By depth: what later halves see after the core.
     later: Vec<Vec<Rectangle>>,
     /// By depth: what earlier halves see before the core.
     earlier: Vec<Vec<Rectangle>>,
-    /// As the plan has them.
+    /// As in [`RectanglePlan`].
     edges: Vec<Range<usize>>,
-    /// Rows that an edge may get in place of rectangles of more than a [`FEW`] anchors; 0 where edges
-    /// take none.
+    /// Maximum edge length that replaces rectangles of more than [`FEW`] anchors; 0 for none.
     room: usize,
 }
 
@@ -115,11 +112,11 @@ impl Staircases {
         RectanglePlan { levels, edges: self.edges }
     }
 
-    /// Adds the anchors from `first` on, which see `seen` each: starts and ends ascend.
+    /// Adds the anchors from `first` on, which see the ranges `seen`; starts and ends ascend.
     fn add_document(&mut self, first: usize, seen: &[Range<usize>]) {
         let mut start = 0;
         while start < seen.len() {
-            // All that see the row before `cut`, or nothing behind it.
+            // All anchors whose view starts at or before `cut`.
             let cut = seen[start].end;
             let rest = &seen[start..];
             let count = rest.partition_point(|rows| rows.start <= cut);
@@ -135,8 +132,8 @@ impl Staircases {
         halve_earlier(&mut self.earlier, 0, first, seen);
     }
 
-    /// The later half sees, beyond what the whole does, from the whole's first end to its own first
-    /// end. Where there is room, each anchor sees from there to its own end by itself.
+    /// Beyond the common part, the later half sees from the first anchor's end to its own first
+    /// end. If there is room, each anchor sees from there to its own end through its edge.
     fn halve_later(&mut self, depth: usize, first: usize, seen: &[Range<usize>]) {
         if seen.len() < 2 {
             return;
@@ -156,7 +153,7 @@ impl Staircases {
     }
 }
 
-/// The earlier half sees, beyond what the whole does, from its own last start to the whole's.
+/// Beyond the common part, the earlier half sees from its last start to the last anchor's.
 fn halve_earlier(
     levels: &mut Vec<Vec<Rectangle>>,
     depth: usize,
@@ -208,7 +205,7 @@ mod tests {
                 BlockPlan::new(&[0, 20, 30], &[5, 6, 7, 8, 23], block_size, &[Visibility::FULL]);
             plan.rectangles(&Visibility::FULL)
         };
-        // A block as wide as a tile leaves no room for edges.
+        // A block as large as a tile leaves no room for edges.
         let found = of(TILE_KEYS);
         let expected = [
             rectangles(&[(0..4, 0..5), (4..5, 8..11)]),
@@ -247,7 +244,8 @@ mod tests {
 
     #[test]
     fn a_served_window_by_hand() {
-        // Slot k of block a sees from a + k - 3 on: 5 from 2 and 3, 6 from 3 and 4, 9 from 6 and 7.
+        // Slot k of block a sees positions from a + k - 3 on: 5 from 2 and 3, 6 from 3 and 4, 9
+        // from 6 and 7.
         let sliding = Visibility::sliding(4);
         let plan = BlockPlan::new(&[0, 20], &[5, 6, 9], 2, &[sliding]);
         let found = plan.rectangles(&sliding);

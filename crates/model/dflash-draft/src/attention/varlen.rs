@@ -1,12 +1,12 @@
-//! One variable-length call: many sequences of queries and keys, output and log-sum-exp of each
-//! query, and gradients from those of the whole attention that the call is a part of.
+//! One variable-length call over many sequences: output and log-sum-exp of each query, and
+//! gradients from the values of the merged attention that the call is a part of.
 //!
-//! On a GPU libtorch's flash kernels compute it. On a CPU the same arguments are taken one sequence
-//! at a time (neighbours of equal lengths together), by libtorch's flash attention for the CPU or by
-//! its plain operations: what a GPU is given is what a CPU's tests see.
+//! On a GPU libtorch's flash kernels compute it. On a CPU the same arguments are processed sequence
+//! by sequence (neighbours of equal lengths together), by libtorch's CPU flash attention or by its
+//! plain operations, so CPU tests cover what a GPU gets.
 //!
-//! Shapes: queries and results [queries, heads, D], keys and values [keys, kv heads, D], log-sum-exp
-//! [heads, queries]. Query heads that share a key/value head are neighbours.
+//! Shapes: queries and results [queries, heads, D], keys and values [keys, kv heads, D],
+//! log-sum-exp [heads, queries]. Query heads that share a key/value head are adjacent.
 
 #[cfg(test)]
 mod reference;
@@ -19,21 +19,20 @@ use tch::{Device, Kind, Tensor};
 use super::part::{Part, Query};
 use super::{AttentionShape, HIDDEN, mask_tensor};
 
-/// The sequences of a call before they are on a device.
+/// Sequence lengths of a call before they are copied to a device.
 #[derive(Clone, Debug)]
 pub(super) struct Lengths {
-    /// Cumulative numbers of queries, from 0 on.
+    /// Cumulative query counts, starting with 0.
     pub(super) queries: Vec<i32>,
-    /// Of keys.
+    /// Cumulative key counts.
     pub(super) keys: Vec<i32>,
     pub(super) window: Window,
 }
 
 impl Lengths {
-    /// Of sequences of so many (queries, keys).
+    /// From each sequence's (queries, keys).
     ///
-    /// # Panics
-    /// A sequence without queries or keys, of which kernels make infinities: a bug of the caller.
+    /// # Panics On a sequence without queries or keys, for which kernels return infinities (a bug).
     pub(super) fn new(sequences: impl Iterator<Item = (usize, usize)>, window: Window) -> Self {
         let (mut queries, mut keys) = (vec![0], vec![0]);
         let next = |ends: &[i32], length: usize| {
@@ -48,7 +47,7 @@ impl Lengths {
         Self { queries, keys, window }
     }
 
-    /// Neighbouring sequences of equal lengths, joined.
+    /// Groups neighbouring sequences of equal lengths.
     fn runs(&self) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
         for (q, k) in self.queries.windows(2).zip(self.keys.windows(2)) {
@@ -72,10 +71,10 @@ impl Lengths {
 #[derive(Clone, Copy, Debug)]
 struct Run {
     sequences: i64,
-    /// Of each sequence.
+    /// Per sequence.
     queries: i64,
     keys: i64,
-    /// Of the first sequence.
+    /// Start of the first sequence.
     first_query: i64,
     first_key: i64,
 }
@@ -96,7 +95,7 @@ impl Run {
         rows.unflatten(2, [kv_heads, group]).transpose(1, 2).flatten(2, 3)
     }
 
-    /// The way back, the run's rows alone.
+    /// Inverse of [`Self::fold`], for the run's rows only.
     fn unfold(&self, x: &Tensor) -> Tensor {
         let group = x.size()[2] / self.queries;
         x.unflatten(2, [self.queries, group]).transpose(1, 2).flatten(0, 1).flatten(1, 2)
@@ -124,7 +123,7 @@ impl Run {
         x.transpose(1, 2).flatten(0, 1)
     }
 
-    /// The window as an additive mask over the folded scores; `None` where it hides nothing.
+    /// The window as an additive mask over the folded scores; `None` if it hides nothing.
     fn mask(&self, window: Window, shape: &AttentionShape) -> Option<Tensor> {
         if window == Window::ALL {
             return None;
@@ -140,7 +139,6 @@ impl Run {
     }
 }
 
-/// Gradients of a call, each like its input.
 #[derive(Debug)]
 pub(super) struct CallGradient {
     pub(super) dq: Tensor,
@@ -148,8 +146,7 @@ pub(super) struct CallGradient {
     pub(super) dv: Tensor,
 }
 
-/// The results that a call's gradients start from: those of the whole attention, the call's queries
-/// alone.
+/// What a call's gradients start from: results of the merged attention for the call's queries.
 #[derive(Debug)]
 pub(super) struct Results {
     pub(super) out: Tensor,
@@ -157,7 +154,6 @@ pub(super) struct Results {
     pub(super) dout: Tensor,
 }
 
-/// A call that is ready to be made.
 #[derive(Debug)]
 pub(super) struct Call {
     pub(super) sequences: Sequences,
@@ -167,17 +163,17 @@ pub(super) struct Call {
 
 #[derive(Debug)]
 enum Backend {
-    /// libtorch's kernels for GPUs.
+    /// libtorch's GPU kernels.
     Flash,
-    /// Run by run, with their masks.
+    /// Run by run, with masks.
     Runs(Vec<(Run, Option<Tensor>)>),
-    /// What the kernels are defined to do, from the arguments that they get.
+    /// A reference implementation of the kernels, from their arguments.
     #[cfg(test)]
     Reference,
 }
 
 impl Call {
-    /// `cu_q` and `cu_k` are the lengths' cumulative numbers on the shape's device.
+    /// `cu_q` and `cu_k` are the cumulative counts on the shape's device.
     pub(super) fn new(
         lengths: &Lengths,
         cu_q: Tensor,
@@ -198,7 +194,7 @@ impl Call {
         Self { sequences, backend, part: part(shape) }
     }
 
-    /// Output, as `q`, and log-sum-exp.
+    /// Output, shaped as `q`, and log-sum-exp.
     pub(super) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> (Tensor, Tensor) {
         match &self.backend {
             Backend::Flash => {
@@ -210,7 +206,7 @@ impl Call {
         }
     }
 
-    /// Gradients from what the whole attention came to.
+    /// Gradients from the results of the merged attention.
     pub(super) fn backward(
         &self,
         results: &Results,
@@ -234,13 +230,13 @@ impl Call {
         }
     }
 
-    /// From now on computed by the definition.
+    /// Switches to the reference implementation.
     #[cfg(test)]
     pub(super) fn refer(&mut self) {
         self.backend = Backend::Reference;
     }
 
-    /// Every pair of a query and a key of it, as rows of the call, that the arguments show a kernel.
+    /// Calls `pair` with every visible query-key pair, as rows of the call.
     #[cfg(test)]
     pub(super) fn for_each_pair(&self, pair: impl FnMut(usize, usize)) {
         reference::for_each_pair(&self.sequences, pair);
@@ -292,8 +288,9 @@ impl Call {
     }
 }
 
-/// What computes a run. Not libtorch's flash attention for the CPU in half precision: it adds up the
-/// keys' gradients in their own kind, and over as many queries as a rectangle has they stop growing.
+/// The implementation for a run. Half precision does not use libtorch's CPU flash attention, which
+/// sums the keys' gradients in half precision: over as many queries as a rectangle has, sums stop
+/// growing.
 fn part(shape: &AttentionShape) -> Part {
     match shape.kind {
         Kind::Half | Kind::BFloat16 => Part { kernels: Kernels::Portable, ..shape.part() },
@@ -301,7 +298,7 @@ fn part(shape: &AttentionShape) -> Part {
     }
 }
 
-/// As tch ends a call that libtorch refused.
+/// Panics as tch does when libtorch refuses a call.
 fn panic<T>(error: dflash_torch_sys::Error) -> T {
     panic!("{error}")
 }

@@ -1,4 +1,4 @@
-//! The decoding pass: one block at a time over cached keys and values of the accepted context.
+//! The decoding pass: one block at a time over the cached context.
 
 mod blocks;
 
@@ -19,54 +19,54 @@ use super::{Draft, LayerKind, LayerViews, plus, projection};
 
 pub use blocks::ContextPart;
 
-/// Keys and values of the context of every layer, with room for one block behind them.
+/// Keys and values of the context for every layer, with room for one block after them.
 #[derive(Debug)]
 pub struct ContextCache {
     /// Per layer keys and values, [kv heads, capacity + B, D].
     layers: Vec<(Tensor, Tensor)>,
-    /// The memory behind `layers` where few rows take the compiled passes.
+    /// Backing memory of `layers` if few rows use the compiled passes.
     packed_cache: Option<Cache>,
-    /// Rotary tables of all positions there is room for.
+    /// Rotary tables of all positions up to the capacity.
     rope: RotaryTables,
     capacity: i64,
     length: i64,
 }
 
 impl ContextCache {
-    /// Context positions held.
+    /// Number of cached context positions.
     pub fn len(&self) -> i64 {
         self.length
     }
 
-    /// Whether no context is held.
+    /// Whether the context is empty.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// Forgets all positions from `length` on.
+    /// Drops all positions from `length` on.
     pub fn truncate(&mut self, length: i64) {
         self.length = self.length.min(length);
     }
 
-    /// The next `rows` positions, where few rows are packed.
+    /// The next `rows` positions, for packed passes.
     fn rows(&self, rows: i64) -> Sequence<'_> {
         let cache = self.packed_cache.as_ref().expect("a cache of packed layers");
         Sequence { cache, start: self.length, rows }
     }
 }
 
-/// The draft's layers on a CPU for a few rows, packed. Its calls take and fill slices, so that a step of
-/// decoding makes no tensor.
+/// The draft's packed layers for few rows on a CPU. Its methods read and fill slices, so a decoding
+/// step creates no tensors.
 #[derive(Debug)]
 pub struct PackedDecoder {
     stack: Stack,
     fc: Matrix,
-    /// Norms `[H]` of the joined context and of the last layer.
+    /// Norms `[H]` of the fused context and of the last layer.
     norms: (Vec<f32>, Vec<f32>),
 }
 
 impl PackedDecoder {
-    /// Rows of a call at most.
+    /// Maximum rows per call.
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
     fn new(draft: &Draft) -> Option<Self> {
@@ -131,17 +131,16 @@ fn float_rows(x: &Tensor) -> Tensor {
     x.to_kind(Kind::Float).contiguous()
 }
 
-/// Memory of its own, to be written.
 fn float_copy(x: &Tensor) -> Tensor {
     x.to_dtype(Kind::Float, false, true).contiguous()
 }
 
-/// Copies of the weights as [in, out]: for the few rows of a block the matrix product is faster
-/// that way round than with the [out, in] of the checkpoint.
+/// Copies of the weights as [in, out]: for a block's few rows the product is faster than with the
+/// checkpoint's [out, in].
 #[derive(Debug)]
 pub(super) struct DecodeWeights {
     layers: Vec<DecodeLayer>,
-    /// The context projections of all layers side by side, [H, layers * 2 * kv width].
+    /// The fused context projections of all layers, [H, layers * 2 * kv width].
     context_kv: Tensor,
 }
 
@@ -171,18 +170,18 @@ impl DecodeWeights {
 }
 
 impl Draft {
-    /// Made at the first block; the weights must not change after it.
+    /// Created at the first block; the weights must not change afterwards.
     fn decode_weights(&self) -> &DecodeWeights {
         self.decode.get_or_init(|| DecodeWeights::new(&self.views.layers))
     }
 
-    /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16. Made with the
-    /// first cache; the weights must not change after it.
+    /// The packed layers, if few rows use them: on a CPU, in float32 or bfloat16. Created with the
+    /// first cache; the weights must not change afterwards.
     pub fn packed_decoder(&self) -> Option<&PackedDecoder> {
         self.packed_decoder.get_or_init(|| PackedDecoder::new(self)).as_ref()
     }
 
-    /// How many positions a layer's slot sees, itself included; `None` for all.
+    /// A layer's window in positions, including the slot itself; `None` for full attention.
     fn window(&self, layer: usize) -> Option<i64> {
         match self.config.layers[layer] {
             LayerKind::Sliding => self.config.sliding_window.map(|window| window as i64),
@@ -208,11 +207,11 @@ impl Draft {
         ContextCache { layers, packed_cache, rope, capacity, length: 0 }
     }
 
-    /// Appends the features of accepted tokens: `features_tk` [T, K*H] of the positions that
-    /// follow the cache's. The first call passes position 0 of the prompt.
+    /// Appends the features of accepted tokens: `features_tk` [T, K*H] of the positions that follow
+    /// the cached ones. The first call starts at position 0 of the prompt.
     ///
     /// # Panics
-    /// When the cache is full or `first_position` is not the cache's length: bugs of the caller.
+    /// If the cache is full or `first_position` is not the cache's length: bugs of the caller.
     pub fn extend_context(
         &self,
         cache: &mut ContextCache,
@@ -230,7 +229,8 @@ impl Draft {
         let rope = cache.rope.narrow(first_position, rows);
         let context = self.context(&features_tk.to_kind(self.flat.kind()));
         let width = 2 * self.config.kv_width();
-        // Many rows, where few are packed, take the weights as they lie: copies would gain nothing.
+        // Many rows on a packed draft use the original weights: transposed copies would gain
+        // nothing.
         let kv_all =
             cache.packed_cache.is_none().then(|| context.matmul(&self.decode_weights().context_kv));
         for (index, (layer, (k, v))) in self.views.layers.iter().zip(&cache.layers).enumerate() {
@@ -244,7 +244,7 @@ impl Draft {
         cache.length += rows;
     }
 
-    /// Keys and values [kv heads, T, D] of `kv` [T, 2*kv_width] into `room`.
+    /// Writes the keys and values [kv heads, T, D] of `kv` [T, 2*kv_width] to `room`.
     fn keep_context(
         &self,
         layer: &LayerViews,
@@ -262,16 +262,16 @@ impl Draft {
         value.copy_(&own.v_jtd);
     }
 
-    /// The packed weights, for a cache of them and `rows` few enough.
+    /// The packed weights, if the cache is packed and `rows` are few.
     fn few_for(&self, cache: &ContextCache, rows: i64) -> Option<&PackedDecoder> {
         let few = cache.packed_cache.is_some() && (1..=MAX_ROWS).contains(&rows);
         if few { self.packed_decoder() } else { None }
     }
 
-    /// Runs one block: `block_bh` [B', H] are the embeddings of [bonus token, MASK, ...], the
-    /// first at `anchor_position`; up to the block size of them. Returns `norm(x)` [B', H].
+    /// Runs one block: `block_bh` [B', H] has the embeddings of [bonus token, MASK, ...], the first
+    /// at `anchor_position`; at most the block size. Returns `norm(x)` [B', H].
     ///
-    /// The cache is not changed; its spare rows serve as scratch space.
+    /// The cache is not modified; its spare rows serve as scratch space.
     pub fn forward_block(
         &self,
         cache: &ContextCache,
@@ -324,8 +324,8 @@ impl Draft {
         self.decode_output(layer, weights, x, &out)
     }
 
-    /// What the queries [kv heads, B', group, D] of a block make of the context and of the block, whose
-    /// keys and values lie behind it in the cache: [B', heads * D].
+    /// Attention of a block's queries [kv heads, B', group, D] over the context and the block,
+    /// whose keys and values follow it in the cache: [B', heads * D].
     fn attend_cached(
         &self,
         (cache, index): (&ContextCache, usize),
@@ -362,7 +362,7 @@ impl Draft {
         plus(normed.matmul(&weights.qkv), layer.biases.as_ref().map(|bias| &bias.qkv))
     }
 
-    /// A layer's output, given its input `x` [N, H] and what its attention made, `out` [N, heads * D].
+    /// A layer's output from its input `x` [N, H] and its attention output `out` [N, heads * D].
     fn decode_output(
         &self,
         layer: &LayerViews,
@@ -374,12 +374,12 @@ impl Draft {
         let mut middle = plus(x.addmm(out, &weights.o), bias);
         let gate_up = self.norm(&layer.post_norm).of(&middle).matmul(&weights.gate_up);
         let activated = fused::swiglu(&gate_up, self.kernels);
-        // In its own memory: the sum begins with no copy of it.
+        // In place, which saves a copy.
         middle.addmm_(&activated, &weights.down)
     }
 
-    /// Additive mask of sliding layers [slots * queries per kv head, length + slots], made on the device; full
-    /// layers see all.
+    /// Additive mask of sliding layers [slots * queries per kv head, length + slots], built on the
+    /// device; full layers need none.
     fn decode_mask(&self, window: i64, length: i64, slots: i64) -> Tensor {
         let (options, group) = ((Kind::Int64, self.device()), self.config.queries_per_kv());
         let slot = Tensor::arange(slots * group, options).divide_scalar_mode(group, "floor");
@@ -388,11 +388,11 @@ impl Draft {
     }
 }
 
-/// What the layers of a pass over one block share.
+/// Shared by the layers of a pass over one block.
 #[derive(Debug, Default)]
 struct Shared {
-    /// The block as a sequence, for each window.
+    /// The block's sequence lengths, per window.
     calls: Calls,
-    /// What its slots do not see, where that takes a mask.
+    /// Masks, if needed.
     masks: Masks,
 }

@@ -1,5 +1,5 @@
-//! What a draft asks of a GPU outside training, on a fake one: attention by the kernels that are
-//! called by name, and few launches.
+//! GPU work of a draft outside training, recorded on a fake GPU: attention uses the directly called
+//! kernels, and launches are few.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ fn draft() -> Draft {
     draft_of(2)
 }
 
-/// Every other layer sliding.
+/// Every other layer is sliding.
 fn draft_of(layers: usize) -> Draft {
     let kinds = ["full_attention", "sliding_attention"];
     let kinds: Vec<&str> = kinds.into_iter().cycle().take(layers).collect();
@@ -53,7 +53,7 @@ fn blocks_are_one_call_a_layer_and_a_context() {
     }
 }
 
-/// A draft's pass over its block, and the accepted tokens' way into its context.
+/// A draft's pass over its block, and extending its context by the accepted tokens.
 #[test]
 fn a_drafted_block_is_few_launches() {
     let record = |layers: usize| {
@@ -78,7 +78,7 @@ fn a_drafted_block_is_few_launches() {
     assert!(of_five <= 400 / 36 * 5 + 12, "{of_five} launches of five layers");
 }
 
-/// Where no kernel takes the window, the mask is made once a pass, and on the GPU.
+/// If no kernel supports the window, the mask is built once per pass, on the GPU.
 #[test]
 fn a_sliding_drafts_mask_is_made_once_and_not_on_the_host() {
     let of_layers = |layers: usize| {

@@ -1,16 +1,16 @@
-//! The head of a draft: what becomes of the trunk's hidden states, in training and in decoding.
+//! The head of a draft: what turns the trunk's hidden states into logits and proposals.
 //!
-//! The trunk is the same for all drafts: features of the target, layers, a final norm. A head turns its
-//! hidden states into logits, beginning from their products with the target's frozen LM head, may have
-//! parameters and a loss of its own, and proposes the tokens of a block, all at once or one by one.
+//! The trunk is the same for all drafts: features of the target, layers, a final norm. A head
+//! starts from the products of its hidden states with the target's frozen LM head. It may have
+//! parameters and its own loss, and proposes the tokens of a block, all at once or one by one.
 //!
-//! A head is one file under `heads/`, with two lines beside it there ([`HEADS`]), and its settings and its
-//! [`SpeculatorType`] in `dflash-settings`.
-//! Its parameters lie behind the trunk's in the draft's one flat buffer, so that checkpoints, optimizers
-//! and collectives need not know it. They are a bucket of their own, whose gradients are final first.
+//! A head is a file under `heads/` with two lines next to it ([`HEADS`]), and its settings and
+//! [`SpeculatorType`] in `dflash-settings`. Its parameters follow the trunk's in the draft's flat
+//! buffer, so checkpoints, optimizers and collectives need no special cases. They form one bucket,
+//! whose gradients are final first.
 //!
-//! Shapes: `m` supervised slots of a chunk, `n` slots of a row or rows of a block, `v` tokens of the
-//! draft's vocabulary.
+//! Shapes: `m` supervised slots of a chunk, `n` slots of a row or rows of a block, `v` tokens of
+//! the draft's vocabulary.
 
 use std::fmt::Debug;
 
@@ -23,70 +23,70 @@ use super::train::accumulate_product;
 use super::{DraftConfig, HeadFields, ParameterSpec};
 use crate::flops::{RowFlops, RowWork};
 
-/// A kind of head.
+/// A type of head.
 pub trait HeadKind: Debug + Sync {
-    /// The setting that asks for it.
+    /// The setting that selects it.
     fn speculator_type(&self) -> SpeculatorType;
 
-    /// What config.json says of a fresh head.
+    /// The config.json fields of a fresh head.
     fn fresh(&self, settings: &DraftSettings, start: HeadStart<'_>) -> HeadFields;
 
-    /// The head that a configuration describes.
+    /// Reads the head of a configuration.
     ///
     /// # Errors
-    /// A key that is missing or cannot be honoured.
+    /// A missing or unsupported key.
     fn read(&self, config: &DraftConfig) -> Result<Box<dyn HeadConfig>>;
 }
 
-/// What a fresh head begins from, besides the settings.
+/// Inputs of a fresh head other than the settings.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadStart<'a> {
-    /// Tokens of the target.
+    /// Size of the target's vocabulary.
     pub vocabulary: usize,
-    /// Tokens that the draft can propose.
+    /// Size of the draft's vocabulary.
     pub draft_vocabulary: usize,
-    /// The head of the draft to start from: what the settings leave open is as there.
+    /// The initial draft's head, which provides values for unset settings.
     pub stored: Option<&'a HeadFields>,
 }
 
-/// A head by its numbers, without tensors.
+/// A head's configuration, without tensors.
 pub trait HeadConfig: Debug {
-    /// Its parameters, by the names of the checkpoint.
+    /// Its parameters, by checkpoint name.
     fn parameters(&self) -> Vec<ParameterSpec>;
 
-    /// The head whose parameters are `weights`.
+    /// The head with the parameters `weights`.
     fn build(&self, weights: &HeadViews) -> Box<dyn Head>;
 
-    /// Operations that it adds to those of a row.
+    /// Additional operations per row.
     fn flops(&self, work: &RowWork) -> RowFlops;
 
-    /// What its own term adds to the loss of a draft that gives every token the same probability.
+    /// Value of the head's loss term for a draft that gives every token the same probability.
     fn loss_of_guesses(&self) -> f64 {
         0.0
     }
 
-    /// Why nothing serves it from files in `format`, if nothing does.
+    /// Why no engine serves this head from files in `format`; `None` if one does.
     fn unservable(&self, format: ExportFormat) -> Option<String>;
 }
 
 /// A head with its weights.
 pub trait Head: Debug + Send {
-    /// Whether the logits are the LM head's products and nothing else: then a row's do not depend on the
-    /// token before it, and the objective's and the decoder's faster ways are open.
+    /// Whether the logits are just the LM head's output. Then a row's logits do not depend on the
+    /// previous token, and faster code paths of objective and decoder apply.
     fn is_plain(&self) -> bool {
         false
     }
 
-    /// Names of the figures that it adds to a run's lines.
+    /// Names of the additional metrics.
     fn metrics(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// The logits [m, V] of a chunk's slots, from the products `base_mv` with the LM head.
+    /// Logits [m, V] of a chunk's slots from the LM head's output `base_mv`.
     fn logits(&self, chunk: &HeadChunk<'_>, base_mv: Tensor, sums: &mut MetricSums) -> Tensor;
 
-    /// A loss of its own, from the draft's and the target's logits [m, V]; adds the gradients of its own
-    /// parameters. The target's logits are there where the objective needs them.
+    /// The head's own loss, from the draft's and the target's logits [m, V]; adds the gradients of
+    /// the head's parameters. The target's logits are present if the objective needs them.
     fn auxiliary_loss(
         &self,
         chunk: &HeadChunk<'_>,
@@ -98,32 +98,32 @@ pub trait Head: Debug + Send {
         None
     }
 
-    /// Adds the gradients of its parameters for `dlogits_mv`; what its logits add to the gradient of the
-    /// hidden states, [m, H], if they depend on these other than by the LM head.
+    /// Adds the gradients of the head's parameters for `dlogits_mv`. Returns the head's additional
+    /// gradient of the hidden states [m, H], if its logits depend on them other than through the LM
+    /// head.
     fn backward(&self, chunk: &HeadChunk<'_>, dlogits_mv: &Tensor) -> Option<Tensor>;
 
-    /// Has the tokens of one block chosen, row by row, as many as it finds worth verifying.
+    /// Chooses the tokens of one block, row by row, as many as it considers worth verifying.
     fn propose(&self, block: &ProposalBlock<'_>, choose: &mut dyn Choose);
 }
 
-/// The supervised slots of some whole blocks.
+/// Supervised slots of several whole blocks.
 #[derive(Debug)]
 pub struct HeadChunk<'a> {
     /// Hidden states of all slots of the row [N, H].
     pub hidden_nh: &'a Tensor,
-    /// Those of the chunk's slots [m, H].
+    /// Hidden states of the chunk's slots [m, H].
     pub hidden_mh: &'a Tensor,
-    /// The chunk's slots, counted in the row `[m]`.
+    /// Indices of the chunk's slots in the row `[m]`.
     pub slots_m: &'a Tensor,
-    /// The data's tokens, which the slots are to predict, in the draft's vocabulary `[m]`.
+    /// Target tokens of the slots, from the data, in the draft's vocabulary `[m]`.
     pub tokens_m: &'a Tensor,
-    /// The data's token before each of the row's predictions, in the target's vocabulary `[N]`; plain
-    /// heads get none.
+    /// The data's token before each slot's prediction, in the target's vocabulary `[N]`; `None` for
+    /// plain heads.
     pub previous_n: Option<&'a Tensor>,
-    /// How much each of the chunk's slots counts by its distance from the anchor `[m]`, where that is how
-    /// they are weighted.
+    /// Weights of the chunk's slots by distance from the anchor `[m]`, if that weighting is used.
     pub decay_m: Option<&'a Tensor>,
-    /// Where gradients of the head's parameters are added up; `None` where nothing is learned.
+    /// Accumulates gradients of the head's parameters; `None` outside training.
     pub gradient: Option<&'a HeadViews>,
 }
 
@@ -138,42 +138,41 @@ impl HeadChunk<'_> {
     }
 }
 
-/// What a head's own loss gives besides the gradients of its parameters.
+/// Result of a head's own loss, apart from its parameter gradients.
 #[derive(Debug)]
 pub struct AuxiliaryLoss {
-    /// The sum over the chunk's slots, a float64 scalar: it is divided as the objective's is.
+    /// Sum over the chunk's slots, a float64 scalar; divided like the objective.
     pub loss_sum: Tensor,
-    /// Its gradient by the logits [m, V].
+    /// Gradient of the logits [m, V].
     pub dlogits_mv: Option<Tensor>,
-    /// Its gradient by the hidden states [m, H].
+    /// Gradient of the hidden states [m, H].
     pub dhidden_mh: Option<Tensor>,
 }
 
-/// Sums that become a head's figures: of each the sum of values and that of their weights.
+/// Accumulators of a head's metrics: per metric the sum of values and the sum of weights.
 #[derive(Debug)]
 pub struct MetricSums(Vec<[Tensor; 2]>);
 
 impl MetricSums {
-    /// Nothing yet, for so many figures.
+    /// Zeros for `figures` metrics.
     pub(crate) fn zeros(figures: usize, device: tch::Device) -> Self {
         let zero = || Tensor::zeros([], (Kind::Double, device));
         Self((0..figures).map(|_| [zero(), zero()]).collect())
     }
 
-    /// Adds the values `[m]` of the figure with this index, one a slot.
+    /// Adds one value per slot, `[m]`, to metric number `figure`.
     pub fn add(&mut self, figure: usize, values_m: &Tensor) {
         let [sum, weight] = &mut self.0[figure];
         *sum += values_m.sum(Kind::Double);
         *weight += values_m.numel() as f64;
     }
 
-    /// All of them, one after the other.
     pub(crate) fn sums(&self) -> impl Iterator<Item = &Tensor> {
         self.0.iter().flatten()
     }
 }
 
-/// A head's weights, or their gradients, by name: views of a flat buffer.
+/// A head's weights or gradients by name, as views of a flat buffer.
 #[derive(Debug, Default)]
 pub struct HeadViews(Vec<(String, Tensor)>);
 
@@ -185,19 +184,19 @@ impl HeadViews {
     /// The view `name`.
     ///
     /// # Panics
-    /// When the head has no such parameter: a bug of the head.
+    /// If the head has no such parameter: a bug of the head.
     pub fn get(&self, name: &str) -> Tensor {
         let found = self.0.iter().find(|(own, _)| own == name);
         found.unwrap_or_else(|| panic!("the head lists no parameter {name}")).1.shallow_clone()
     }
 
-    /// Adds to the gradient `name` of the weight of `y = x W^T`.
+    /// Adds to the gradient `name` of the weight in `y = x W^T`.
     pub fn add_product(&self, name: &str, dy: &Tensor, x: &Tensor) {
         accumulate_product(&self.get(name), dy, x);
     }
 
-    /// Adds `rows_nr` [n, r] to the rows `ids_n` of the gradient `name` of a table [V, r]: those of one row
-    /// in one order, on a GPU too.
+    /// Adds `rows_nr` [n, r] to the rows `ids_n` of the gradient `name` of a table [V, r]. Repeated
+    /// rows are summed in a fixed order, on a GPU too.
     pub fn add_rows(&self, name: &str, ids_n: &Tensor, rows_nr: &Tensor) {
         let mut gradient_vr = self.get(name);
         let (rows_nr, tokens) = (rows_nr.to_kind(gradient_vr.kind()), gradient_vr.size()[0]);
@@ -205,33 +204,33 @@ impl HeadViews {
     }
 }
 
-/// The rows of a block whose tokens are wanted.
+/// The rows of a block to propose tokens for.
 #[derive(Debug)]
 pub struct ProposalBlock<'a> {
     /// Their hidden states [n, H].
     pub hidden_nh: &'a Tensor,
-    /// The token before the first of them: the anchor, by the target's id.
+    /// The anchor, the token before the first row, as a target id.
     pub anchor: i64,
-    /// The products of hidden states with the LM head.
+    /// The LM head.
     pub lm_head: &'a dyn LmHead,
 }
 
-/// The target's LM head, with the rows of the draft's vocabulary.
+/// The target's LM head, restricted to the draft's vocabulary.
 pub trait LmHead: Debug {
-    /// The products [n, V].
+    /// LM-head output [n, V].
     fn products(&self, hidden_nh: &Tensor) -> Tensor;
 }
 
-/// Who chooses tokens.
+/// Chooses tokens from logits.
 pub trait Choose {
-    /// The token of the next row by its logits [1, V]; the target's id of it.
+    /// Chooses the next row's token from its logits [1, V]; returns its target id.
     fn choose(&mut self, logits_1v: &Tensor) -> i64;
 }
 
-/// Heads are checked where configurations come from files; behind that they are taken as they are.
+/// Heads are checked when a configuration is read; later code relies on that.
 pub(crate) const CHECKED_HEAD: &str = "a head is checked before its draft is laid out";
 
-/// Refuses a configuration whose head this program does not run.
+/// Checks that the configuration's head is supported.
 ///
 /// # Errors
 /// [`Error::UnknownHead`], and as [`HeadKind::read`].
@@ -252,7 +251,7 @@ pub(crate) fn head_config(config: &DraftConfig) -> Result<Box<dyn HeadConfig>> {
     kind.ok_or_else(unknown)?.read(config)
 }
 
-/// Why nothing serves the head of `config` from files in `format`, if nothing does.
+/// Why no engine serves the head of `config` from files in `format`; `None` if one does.
 ///
 /// # Errors
 /// As [`check_head`].
@@ -260,16 +259,16 @@ pub fn unservable(config: &DraftConfig, format: ExportFormat) -> Result<Option<S
     Ok(head_config(config)?.unservable(format))
 }
 
-/// What the own term of the head of `config` adds to the loss of guesses.
+/// Value of the head's own loss term for uniform predictions.
 ///
 /// # Panics
-/// When the head was not checked: see [`check_head`].
+/// If the head was not checked: see [`check_head`].
 pub fn loss_of_guesses(config: &DraftConfig) -> f64 {
     head_config(config).expect(CHECKED_HEAD).loss_of_guesses()
 }
 
-/// What config.json says of the fresh head that `settings` ask for: where they leave the kind open, one of
-/// the stored draft's kind. A stored kind that is unknown is refused where the stored draft is read.
+/// The config.json fields of the fresh head selected by `settings`, or else of the stored draft's
+/// type. Unknown stored types are rejected when the stored draft is read.
 pub fn fresh_head(settings: &DraftSettings, start: HeadStart<'_>) -> HeadFields {
     let stored = || SpeculatorType::from_name(&start.stored?.kind);
     let wanted = settings.speculator_type.or_else(stored).unwrap_or(SpeculatorType::Dflash);

@@ -1,11 +1,11 @@
-//! The heads, each in a file of its own: a `mod` line and a line in [`HEADS`].
+//! The heads, one file each: a `mod` line and an entry in [`HEADS`].
 
 pub(super) mod dflash;
 pub(super) mod markov;
 
 use super::head::HeadKind;
 
-/// All kinds of heads.
+/// All types of heads.
 #[rustfmt::skip]
 pub const HEADS: &[&dyn HeadKind] = &[
     &dflash::Dflash,

@@ -1,4 +1,4 @@
-//! Where each parameter lies in the flat buffer, and views of such a buffer by role.
+//! Layout of the flat parameter buffer, and its views by role.
 
 use std::ops::Deref;
 
@@ -7,27 +7,27 @@ use tch::Tensor;
 use super::DraftConfig;
 use super::head::{CHECKED_HEAD, HeadViews, head_config};
 
-/// Parameters start at multiples of this many elements, a cache line of float32. Matrices that are
-/// multiplied as one (q, k, v and gate, up) lie side by side without a gap.
+/// Alignment of parameters in elements: a cache line of float32. Fused matrices (q, k, v and gate,
+/// up) are contiguous without a gap.
 const ALIGNMENT: i64 = 16;
 
-/// What a parameter is: the optimizer moves it and exports store it accordingly.
+/// Role of a parameter, which determines how it is optimized and exported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The weight of a product: decays, and Muon can move it.
+    /// Weight of a product: weight decay applies, and Muon may update it.
     Matrix,
-    /// A table whose rows are looked up or scored token by token: AdamW moves it, and it does not decay.
+    /// Table indexed by token: updated by AdamW without weight decay.
     Embedding,
-    /// A norm's weight or a bias: AdamW moves it, and it decays with the norms.
+    /// Norm weight or bias: updated by AdamW with the norms' weight decay.
     Vector,
 }
 
-/// What a fresh parameter holds.
+/// Initial value of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fresh {
-    /// Normal numbers of this standard deviation.
+    /// Normal distribution with this standard deviation.
     Normal(f64),
-    /// Nearly the mean of the auxiliary layers: see `fresh_fc`.
+    /// Approximately the mean of the auxiliary layers: see `fresh_fc`.
     MeanOfAuxLayers,
     /// One.
     Ones,
@@ -43,12 +43,12 @@ pub struct ParameterSpec {
     pub shape: Vec<i64>,
     pub role: Role,
     pub fresh: Fresh,
-    /// Whether it is multiplied as one with the next parameter, which follows without a gap.
+    /// Whether it is fused with the next parameter, which follows without a gap.
     pub fused_with_next: bool,
 }
 
 impl ParameterSpec {
-    /// A matrix that starts normal.
+    /// A normally initialised matrix.
     pub fn matrix(name: impl Into<String>, shape: [i64; 2], deviation: f64) -> Self {
         Self::new(name, &shape, Role::Matrix, Fresh::Normal(deviation))
     }
@@ -68,7 +68,7 @@ impl ParameterSpec {
         Self::new(name, &[width], Role::Vector, Fresh::Zeros)
     }
 
-    /// Any other.
+    /// A parameter of any role.
     pub fn new(name: impl Into<String>, shape: &[i64], role: Role, fresh: Fresh) -> Self {
         Self { name: name.into(), shape: shape.into(), role, fresh, fused_with_next: false }
     }
@@ -83,10 +83,10 @@ impl ParameterSpec {
     }
 }
 
-/// A parameter with its place in the flat buffer.
+/// A parameter and its offset in the flat buffer.
 #[derive(Clone, Debug)]
 pub struct Parameter {
-    /// What it is.
+    /// Its description.
     pub spec: ParameterSpec,
     /// Its first element in the flat buffer.
     pub offset: i64,
@@ -101,7 +101,7 @@ impl Deref for Parameter {
 }
 
 impl Parameter {
-    /// Its view in a flat buffer.
+    /// Its view of a flat buffer.
     pub fn view(&self, flat: &Tensor) -> Tensor {
         flat.narrow(0, self.offset, self.elements()).view(self.shape.as_slice())
     }
@@ -113,11 +113,10 @@ pub struct DraftLayout {
     parameters: Vec<Parameter>,
     buckets: Vec<(i64, i64)>,
     elements: i64,
-    /// Parameters and buckets of the trunk, which come before the head's.
+    /// Number of trunk parameters and buckets, which precede the head's.
     trunk: Trunk,
 }
 
-/// How many of all are the trunk's.
 #[derive(Clone, Copy, Debug, Default)]
 struct Trunk {
     parameters: usize,
@@ -128,7 +127,7 @@ impl DraftLayout {
     /// Lays out the parameters of `config`.
     ///
     /// # Panics
-    /// When its head was not checked: see [`super::check_head`].
+    /// If its head was not checked: see [`super::check_head`].
     pub fn new(config: &DraftConfig) -> Self {
         let (parameters, buckets, trunk) = (Vec::new(), Vec::new(), Trunk::default());
         let mut layout = Self { parameters, buckets, elements: 0, trunk };
@@ -156,24 +155,24 @@ impl DraftLayout {
         &self.parameters
     }
 
-    /// Length of the flat buffer, padding included.
+    /// Length of the flat buffer, including padding.
     pub fn elements(&self) -> i64 {
         self.elements
     }
 
-    /// Number of trained parameters, padding excluded.
+    /// Number of trained parameters, excluding padding.
     pub fn trained(&self) -> i64 {
         self.parameters.iter().map(|parameter| parameter.elements()).sum()
     }
 
-    /// (offset, elements) of what becomes final together in the backward pass: first the fusion of
-    /// the context, then each layer, the final norm, last the head if it has parameters. The backward
-    /// pass finishes them from the last to the first.
+    /// (offset, elements) of the groups that become final together in the backward pass: the
+    /// context fusion, each layer, the final norm, and the head if it has parameters. The backward
+    /// pass finishes them from last to first.
     pub fn buckets(&self) -> &[(i64, i64)] {
         &self.buckets
     }
 
-    /// How many of the buckets are the trunk's; a head's comes after them.
+    /// Number of trunk buckets; the head's follows them.
     pub(super) fn trunk_buckets(&self) -> usize {
         self.trunk.buckets
     }
@@ -231,25 +230,25 @@ fn layer_parameters(config: &DraftConfig, index: usize) -> Vec<ParameterSpec> {
     parameters
 }
 
-/// The biases of a layer's attention, or their gradients, as views of a flat buffer.
+/// Biases of a layer's attention, or their gradients, as views of a flat buffer.
 #[derive(Debug)]
 pub struct BiasViews {
-    /// Of q, k and v: [(heads + 2 kv heads) * D].
+    /// q, k and v: [(heads + 2 kv heads) * D].
     pub qkv: Tensor,
-    /// The part of `qkv` that is of k and v, for the context too.
+    /// The k and v part of `qkv`, also used for the context.
     pub kv: Tensor,
     /// `[H]`.
     pub o: Tensor,
 }
 
-/// One layer's weights or gradients by role, as views of a flat buffer.
+/// A layer's weights or gradients by role, as views of a flat buffer.
 #[derive(Debug)]
 pub struct LayerViews {
-    /// Where the attention's projections add biases.
+    /// Attention biases, if any.
     pub biases: Option<BiasViews>,
     /// q, k and v stacked: [(heads + 2 kv heads) * D, H].
     pub qkv: Tensor,
-    /// The k and v rows of `qkv`, which project the context.
+    /// The k and v rows of `qkv`, which also project the context.
     pub kv: Tensor,
     /// [H, heads * D].
     pub o: Tensor,
@@ -274,11 +273,11 @@ pub struct DraftViews {
     pub fc: Tensor,
     /// `[H]`.
     pub hidden_norm: Tensor,
-    /// One entry a layer.
+    /// One entry per layer.
     pub layers: Vec<LayerViews>,
     /// `[H]`.
     pub norm: Tensor,
-    /// The head's.
+    /// The head's weights or gradients.
     pub head: HeadViews,
 }
 

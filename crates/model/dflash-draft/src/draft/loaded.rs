@@ -1,4 +1,4 @@
-//! A draft with all that decoding needs of its checkpoint.
+//! A draft checkpoint as loaded for decoding.
 
 use std::path::Path;
 
@@ -8,12 +8,12 @@ use tch::{Device, Kind};
 use super::Draft;
 use crate::objective::DraftVocabulary;
 
-/// A draft, and the vocabulary it was trained to say where that is not the target's.
+/// A draft and its pruned vocabulary, if any.
 #[derive(Debug)]
 pub struct LoadedDraft {
-    /// Its layers and its head.
+    /// Layers and head.
     pub draft: Draft,
-    /// The tokens it can propose, where these are not all.
+    /// The pruned vocabulary; `None` if the draft can propose every token.
     pub vocabulary: Option<DraftVocabulary>,
 }
 
@@ -27,14 +27,14 @@ impl LoadedDraft {
         Ok(Self { draft, vocabulary: DraftVocabulary::load(dir)? })
     }
 
-    /// Tokens it can propose, where these are not all of the target's.
+    /// Size of the pruned vocabulary, if any.
     pub fn pruned_size(&self) -> Option<usize> {
         self.vocabulary.as_ref().map(|vocabulary| vocabulary.selected().len())
     }
 }
 
 impl From<Draft> for LoadedDraft {
-    /// A draft that says every token.
+    /// A draft with the full vocabulary.
     fn from(draft: Draft) -> Self {
         Self { draft, vocabulary: None }
     }

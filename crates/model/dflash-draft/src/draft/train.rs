@@ -1,10 +1,10 @@
-//! The training pass over one packed row: forward that keeps little, backward that is explicit.
+//! The training pass over a packed row: a lean forward pass and an explicit backward pass.
 //!
-//! Per layer the forward keeps the residual inputs, the raw projections and the attention's
-//! result; norms, rotations and the SwiGLU are computed again in the backward pass, which costs
-//! elementwise work only and bounds memory at about `8H + 2I + 2 (heads + kv heads) D` numbers a
-//! slot and layer. With [`Keep::Inputs`] only the residual input of each layer is kept, H numbers a
-//! slot and layer, and the backward pass runs the layer forward again, all but its last product.
+//! Per layer the forward pass keeps the residual inputs, the raw projections and the attention
+//! result. Norms, rotations and SwiGLU are recomputed in the backward pass, which costs only
+//! elementwise work and bounds memory at about `8H + 2I + 2 (heads + kv heads) D` elements per slot
+//! and layer. With [`Keep::Inputs`] only the residual input of each layer is kept, H elements per
+//! slot and layer, and the backward pass reruns the layer's forward pass except its last product.
 
 use dflash_kernels::gpu;
 use dflash_tensor::fused::{self, HeadOrder};
@@ -25,32 +25,31 @@ pub struct PackedInput {
     pub features_ck: Tensor,
     /// Embeddings of [anchor token, MASK, ...] per block, [N, H].
     pub slots_nh: Tensor,
-    /// Of the layers of each kind; `None` where the draft has none, since the plan's context need
-    /// not reach as far as they would see.
+    /// Attention per layer type; `None` for types that the draft does not have, for which the plan
+    /// may lack context.
     full: Option<BlockAttention>,
     sliding: Option<BlockAttention>,
     context_rope: RotaryTables,
     slot_rope: RotaryTables,
 }
 
-/// What the forward pass keeps of each layer.
+/// What the forward pass keeps of each layer (activation checkpointing).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
-    /// All that the backward pass reads.
+    /// Everything that the backward pass reads.
     #[default]
     Activations,
-    /// The layer's input, from which the backward pass computes the rest again.
+    /// The layer's input, from which the backward pass recomputes the rest.
     Inputs,
 }
 
-/// What a layer keeps for its gradient.
 #[derive(Debug)]
 struct LayerSaved {
     input_nh: Tensor,
     activations: Option<Activations>,
 }
 
-/// What a layer's backward pass reads besides the layer's input.
+/// Saved activations of a layer, apart from its input.
 #[derive(Debug)]
 struct Activations {
     qkv: Tensor,
@@ -60,7 +59,7 @@ struct Activations {
     gate_up: Tensor,
 }
 
-/// What the forward pass keeps for the backward pass.
+/// Saved state of a forward pass.
 #[derive(Debug)]
 pub struct Saved {
     fused_ch: Tensor,
@@ -70,7 +69,7 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Bytes that are kept until the backward pass.
+    /// Bytes kept until the backward pass.
     pub fn bytes(&self) -> usize {
         let mut tensors = vec![&self.fused_ch, &self.context_ch, &self.last_nh];
         for LayerSaved { input_nh, activations } in &self.layers {
@@ -85,7 +84,7 @@ impl Saved {
     }
 }
 
-/// What layers of `kind` in a draft of `config` see, with windows measured by `rule`.
+/// Visibility of layers of `kind` in a draft of `config`, with windows measured by `rule`.
 pub(crate) fn visibility(
     config: &super::DraftConfig,
     kind: LayerKind,
@@ -99,7 +98,7 @@ pub(crate) fn visibility(
     }
 }
 
-/// Plans the blocks of a packed row for the layers of a draft of `config`.
+/// Plans a packed row's blocks for a draft of `config`.
 pub fn plan_blocks(
     config: &super::DraftConfig,
     document_starts: &[usize],
@@ -112,10 +111,10 @@ pub fn plan_blocks(
 }
 
 impl Draft {
-    /// Prepares the attentions and rotary tables of a row that was planned with `rule`.
+    /// Prepares attention and rotary tables of a row planned with `rule`.
     ///
     /// `features_ck` [C, K*H] are the features of the plan's context rows, `slots_nh` [N, H] the
-    /// slots' embeddings, both on the draft's device and in its kind.
+    /// slots' embeddings, both on the draft's device and in its type.
     pub fn prepare(
         &self,
         plan: &BlockPlan,
@@ -147,9 +146,8 @@ impl Draft {
         }
     }
 
-    /// Runs all layers; returns `norm(x)` [N, H], ready for the target's lm_head, and what
-    /// [`Self::backward`] needs; `keep` changes what is kept, not what is computed. Call it without
-    /// autograd.
+    /// Runs all layers; returns `norm(x)` [N, H], ready for the target's lm_head, and the state for
+    /// [`Self::backward`]. `keep` affects memory, not results. Must be called without autograd.
     pub fn forward_keeping(&self, input: &PackedInput, keep: Keep) -> (Tensor, Saved) {
         let part = trace::part("features");
         let fused_ch = linear(&input.features_ck, &self.views.fc);
@@ -171,7 +169,7 @@ impl Draft {
         (hidden_nh, Saved { fused_ch, context_ch, layers, last_nh: x_nh })
     }
 
-    /// A layer's forward pass up to its SwiGLU, whose value the backward pass computes anyway.
+    /// A layer's forward pass up to its SwiGLU, which the backward pass recomputes anyway.
     fn layer_activations(
         &self,
         layer: &LayerViews,
@@ -189,7 +187,7 @@ impl Draft {
         let inner = trace::part("attention");
         let attended = attention.forward(&q_jngd, &context, &own);
         drop(inner);
-        // At most one copy of a weight instead of one of all slots.
+        // Permutes a weight instead of all slots.
         let order = attention.head_order();
         let o = self.output_columns(&layer.o, order).flatten(1, -1);
         let out = order.rows(&attended.out_jngd).flatten(1, -1);
@@ -202,12 +200,11 @@ impl Draft {
 
     /// Adds the gradients of all parameters for `dhidden_nh` [N, H] to `gradients` (float32 views).
     ///
-    /// Gradients of activations are written into the activations' own memory where that was kept for
-    /// this pass alone: `saved` and `dhidden_nh` are used up, `input` stays as it is.
+    /// Activation gradients reuse the memory of saved activations: `saved` and `dhidden_nh` are
+    /// consumed, `input` is unchanged.
     ///
-    /// `finished` is called with the index of each of the layout's buckets as soon as its
-    /// gradients are final, from the last bucket to the first. The head's are final already: they come
-    /// with `dhidden_nh`.
+    /// `finished` is called with the index of each of the layout's buckets as soon as its gradients
+    /// are final, from the last bucket to the first. The head's bucket is already final.
     pub fn backward(
         &self,
         dhidden_nh: Tensor,
@@ -251,7 +248,6 @@ impl PackedInput {
     }
 }
 
-/// One layer's backward pass.
 struct LayerPass<'a> {
     draft: &'a Draft,
     layer: &'a LayerViews,
@@ -303,7 +299,7 @@ impl LayerPass<'_> {
         dmiddle_nh
     }
 
-    /// Gradient of the attention's result, [kv heads, N, queries, D].
+    /// Gradient of the attention result, [kv heads, N, queries, D].
     fn output_backward(&self, dmiddle_nh: &Tensor, attended: &Attended) -> Tensor {
         let _part = trace::part("projections");
         let (draft, order) = (self.draft, self.attention.head_order());
@@ -323,8 +319,7 @@ impl LayerPass<'_> {
         order.seen(&dout.unflatten(1, &o.size()[1..]))
     }
 
-    /// Gradient of the fused projection of the slots, in its own memory; the context's goes to
-    /// `dcontext_ch`.
+    /// Gradient of the slots' fused projection, in place; the context's part goes to `dcontext_ch`.
     fn attention_backward(
         &self,
         dout_jngd: &Tensor,
@@ -350,7 +345,7 @@ impl LayerPass<'_> {
         qkv
     }
 
-    /// Puts the gradient of the slots' fused projection in its place.
+    /// Overwrites the slots' fused projection with its gradient.
     fn slots_backward(&self, d: &AttentionGradient, qkv: &Tensor) {
         let (draft, input, gradient) = (self.draft, self.input, self.gradient);
         let norms = (Some(&self.layer.q_norm), &self.layer.k_norm);
@@ -370,7 +365,7 @@ impl LayerPass<'_> {
         self.key_value_backward(&d.own, &own_kv, &input.slot_rope);
     }
 
-    /// Puts the gradient of raw keys and values [T, 2*kv_width] in their place.
+    /// Overwrites raw keys and values [T, 2*kv_width] with their gradient.
     fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables) {
         if let Some(projected) = self.draft.projected(raw, (None, &self.layer.k_norm), rope) {
             let (q_norm, k_norm) = (&self.gradient.q_norm, &self.gradient.k_norm);
@@ -391,7 +386,7 @@ fn accumulate(gradient: &Tensor, addend: &Tensor) {
     let _ = gradient.shallow_clone().g_add_(addend);
 }
 
-/// `gradient += ` the sum of the rows of `dy`, for a bias; summed in the gradient's own type.
+/// `gradient += ` the row sum of `dy`, for a bias; summed in the gradient's type.
 fn accumulate_rows(gradient: &Tensor, dy: &Tensor) {
     accumulate(gradient, &dy.sum_dim_intlist(0i64, false, gradient.kind()));
 }
@@ -404,7 +399,8 @@ pub(super) fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
     } else if matches!(dy.device(), Device::Cuda(_)) && gradient.kind() == Kind::Float {
         gpu::add_product(gradient, &dy_t, x);
     } else {
-        // half-precision products accumulate in float32 inside the GEMM, then into the master
+        // half-precision products accumulate in float32 within the GEMM, then in the float32
+        // gradient
         accumulate(gradient, &dy_t.matmul(x).to_kind(gradient.kind()));
     }
 }

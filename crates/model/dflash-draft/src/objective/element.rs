@@ -1,7 +1,7 @@
-//! Losses of single slots and their gradients with respect to the draft's logits.
+//! Per-slot losses and their gradients with respect to the draft's logits.
 //!
-//! p is the target's distribution, q the draft's. Of every loss the gradient is closed: with
-//! g = dL/dq it is `q (g - sum q g)`, which simplifies for most.
+//! p is the target's distribution, q the draft's. Gradients are closed-form: with g = dL/dq the
+//! gradient is `q (g - sum q g)`, which simplifies for most losses.
 
 use dflash_kernels::gpu::{self, Runner};
 use dflash_kernels::kernels::{self, Kernels};
@@ -11,10 +11,10 @@ use tch::{Kind, Tensor};
 use super::LabelSource;
 use crate::draft::AuxiliaryLoss;
 
-/// Overlap below which `nla` is flat.
+/// Overlap below which `nla` is constant.
 pub const NLA_EPSILON: f64 = 1e-5;
 
-/// How fast `lk` turns from KL to total variation as the overlap grows (arXiv 2602.23881).
+/// Rate at which `lk` shifts from KL to total variation as the overlap grows (arXiv 2602.23881).
 pub const LK_ETA: f64 = 3.0;
 
 /// A chunk of supervised slots.
@@ -28,7 +28,7 @@ pub(super) struct ChunkInput {
     pub(super) tokens_m: Tensor,
 }
 
-/// A chunk's loss, gradient and hits.
+/// A chunk's loss, gradient and correctness.
 #[derive(Debug)]
 pub(super) struct ChunkOutput {
     /// Sum of the weighted losses, float64 scalar.
@@ -51,7 +51,7 @@ impl ChunkOutput {
     }
 }
 
-/// Cross-entropy on the data's tokens, computed in the logits' own memory.
+/// Cross-entropy on the data's tokens, computed in the logits' memory.
 pub(super) fn data_cross_entropy(
     input: ChunkInput,
     (coefficient, weigh): (f64, impl FnOnce(&Tensor) -> Tensor),
@@ -75,7 +75,7 @@ pub(super) fn data_cross_entropy(
     }
 }
 
-/// As [`portable_cross_entropy`], in the logits' own kind: two readings and one writing of them.
+/// [`portable_cross_entropy`] in the logits' own type: two reads and one write of the logits.
 fn gpu_cross_entropy(
     (runner, mut logits_mv): (Runner, Tensor),
     tokens_m: &Tensor,
@@ -119,7 +119,7 @@ fn portable_cross_entropy(
     }
 }
 
-/// A weighted sum of terms, with weights per term from (cross-entropy, the term's loss).
+/// Weighted sum of terms; per-slot weights are computed from (cross-entropy, the term's loss).
 pub(super) fn mixture(
     input: ChunkInput,
     terms: &[(ElementLoss, f64)],
@@ -153,7 +153,7 @@ pub(super) fn mixture(
     total
 }
 
-/// One term's losses `[m]` and gradients [m, V] for given logits; the target's decide the label.
+/// One term's losses `[m]` and gradients [m, V] for given logits; the label is the target's argmax.
 pub fn element_loss(term: ElementLoss, logits_mv: &Tensor, target_mv: &Tensor) -> (Tensor, Tensor) {
     Pair::new(logits_mv, Some(target_mv), &target_mv.argmax(1, false)).evaluate(term)
 }
@@ -226,7 +226,7 @@ impl Pair {
 
     fn kl(&self) -> (Tensor, Tensor) {
         let (log_p, p) = self.target_distribution();
-        // p underflows to 0 where log p is very negative, and 0 log 0 counts as 0
+        // p underflows to 0 if log p is very negative, and 0 log 0 counts as 0
         let loss = row_sum(&(p * (log_p - &self.log_q)));
         (loss, &self.q - p)
     }
@@ -244,7 +244,7 @@ impl Pair {
     fn total_variation(&self) -> (Tensor, Tensor) {
         let p = self.target_distribution().1;
         let loss = 1.0 - row_sum(&self.q.minimum(p));
-        // d min(p, q) / dq: 1 where q is smaller, half where they tie
+        // d min(p, q) / dq: 1 where q is smaller, half at ties
         let kind = self.q.kind();
         let share = (self.q.lt_tensor(p).to_kind(kind) + self.q.le_tensor(p).to_kind(kind)) * 0.5;
         let inside = row_sum(&(&self.q * &share)).unsqueeze(1);

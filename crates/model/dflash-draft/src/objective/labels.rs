@@ -1,4 +1,4 @@
-//! Which slots are supervised, by which token, and how they fall into chunks.
+//! Labels of supervised slots, and their split into chunks.
 
 use std::ops::Range;
 
@@ -8,16 +8,16 @@ use tch::{Device, Tensor};
 use super::vocabulary::DraftVocabulary;
 use crate::draft::BlockShape;
 
-/// Which token counts as the right one.
+/// Which token is the label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LabelSource {
-    /// The data's own. When the target wrote the answers greedily this is also its argmax.
+    /// The data's token. If the target generated the data greedily, this is also its argmax.
     Data,
-    /// The argmax of the target's distribution, within a pruned vocabulary the best id inside.
+    /// The argmax of the target's distribution, within the pruned vocabulary if there is one.
     TargetArgmax,
 }
 
-/// A packed row as the labels see it.
+/// A packed row as needed for labels.
 #[derive(Clone, Copy, Debug)]
 pub struct LabelledRow<'a> {
     /// `[T]`.
@@ -36,15 +36,15 @@ pub struct BlockLabels {
     slots: Vec<i64>,
     tokens: Vec<i64>,
     distribution_rows: Vec<i64>,
-    /// Of every slot of the row the data's token before the one that it predicts.
+    /// For every slot the data's token before the one that it predicts.
     previous: Vec<i64>,
-    /// Supervised slots whose token the draft cannot say: no loss, but a miss in every metric.
+    /// Supervised slots with a token outside the draft's vocabulary: no loss, but a miss.
     misses: Vec<i64>,
 }
 
 impl BlockLabels {
-    /// Labels of the blocks at `anchors`: a slot is supervised by the token that its row predicts, if
-    /// that lies in the anchor's document and its loss mask is set.
+    /// Labels of the blocks at `anchors`. A slot is supervised by the token that its row predicts,
+    /// if that token is in the anchor's document and its loss mask is set.
     pub fn new(
         row: LabelledRow<'_>,
         anchors: &[usize],
@@ -54,9 +54,9 @@ impl BlockLabels {
         let mut labels = Self { block, blocks: anchors.len(), ..Self::default() };
         for (number, &anchor) in anchors.iter().enumerate() {
             let next = row.document_starts.partition_point(|&start| start <= anchor);
-            // where the token of the first row would be
+            // position of the first row's token
             let first = anchor + block.shift();
-            // that of an anchor which predicts nothing is its own, and nobody reads it
+            // an anchor row without a prediction gets its own token, which is not used
             let before = |row: usize| (first + row).saturating_sub(1).max(anchor);
             let last = row.input_ids.len() - 1;
             labels.previous.extend((0..block.rows).map(|at| row.input_ids[before(at).min(last)]));
@@ -71,7 +71,7 @@ impl BlockLabels {
         labels
     }
 
-    /// Labels from the `mask`, the token and the target's row of every slot.
+    /// Labels from every slot's `mask`, token and target row.
     pub fn from_slots(
         block: BlockShape,
         mask: &[bool],
@@ -103,7 +103,7 @@ impl BlockLabels {
         }
     }
 
-    /// How the slots of a block are used.
+    /// Shape of a block.
     pub fn block(&self) -> BlockShape {
         self.block
     }
@@ -113,7 +113,7 @@ impl BlockLabels {
         self.blocks
     }
 
-    /// Slots that carry loss, ascending.
+    /// Slots with a loss, ascending.
     pub fn slots(&self) -> &[i64] {
         &self.slots
     }
@@ -128,8 +128,9 @@ impl BlockLabels {
         &self.distribution_rows
     }
 
-    /// Index ranges of [`Self::slots`] of at most `rows` slots (but at least one block), cut
-    /// between blocks, so that weights that depend on a whole block can be computed in a chunk.
+    /// Index ranges of [`Self::slots`] with at most `rows` slots each (but at least one block),
+    /// split between blocks, so that weights that depend on a whole block can be computed per
+    /// chunk.
     pub fn chunks(&self, rows: usize) -> Vec<Range<usize>> {
         let count = self.slots.len();
         let block_of = |index: usize| self.slots[index] / self.block.rows as i64;
@@ -149,24 +150,24 @@ impl BlockLabels {
         chunks
     }
 
-    /// The target's rows of all slots that carry loss, `[M]` int64.
+    /// The target's rows of all slots with a loss, `[M]` int64.
     pub fn distribution_rows_on(&self, device: Device) -> Tensor {
         upload(&self.distribution_rows, device)
     }
 
-    /// Of every slot of the row, supervised or not, the data's token before the one that it predicts, by the
-    /// target's id. Empty where the labels were made of slots.
+    /// For every slot, supervised or not, the data's token before the one that it predicts, as a
+    /// target id. Empty for labels from [`Self::from_slots`].
     pub fn previous(&self) -> &[i64] {
         &self.previous
     }
 
-    /// Tokens of the slots that carry loss, in the draft's vocabulary.
+    /// Labels of the slots with a loss, in the draft's vocabulary.
     pub fn tokens(&self) -> &[i64] {
         &self.tokens
     }
 
-    /// Blocks with a supervised slot and, by their place in the block, supervised slots; misses are
-    /// supervised too.
+    /// Number of blocks with a supervised slot, and of supervised slots by position in the block,
+    /// both including misses.
     pub(super) fn supervised_counts(&self) -> (f64, Vec<f64>) {
         let mut by_place = vec![0.0; self.block.rows];
         let mut blocks = vec![false; self.blocks];

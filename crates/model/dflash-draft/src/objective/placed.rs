@@ -1,5 +1,5 @@
-//! A row's labels beside its tensors. On a GPU each small copy from the host costs a launch, and one from
-//! memory that is not pinned makes the host wait, so all of a row go in two; chunks are views of them.
+//! A row's labels on the device. On a GPU each small copy costs a launch, and a copy from pageable
+//! memory makes the host wait, so a row's labels are uploaded in two copies; chunks are views.
 
 use std::ops::Range;
 
@@ -11,41 +11,41 @@ use super::labels::BlockLabels;
 use super::weight::Weighting;
 use crate::draft::Head;
 
-/// What the host knows of a row's supervised slots, on the device.
+/// Labels of a row's supervised slots, on the device.
 #[derive(Debug)]
 pub(super) struct Placed<'a> {
     pub(super) row: &'a BlockLabels,
     slots_m: Tensor,
     tokens_m: Tensor,
-    /// Weights by distance, if slots are weighted so.
+    /// Weights by distance, if that weighting is used.
     decay_m: Option<Tensor>,
-    /// The row's tokens before its predictions `[N]`, where the head is told them.
+    /// Previous tokens of the row's predictions `[N]`, if the head needs them.
     pub(super) previous_n: Option<Tensor>,
     /// Blocks with a supervised slot, float64 scalar.
     pub(super) blocks: Tensor,
-    /// Slots that carry loss, float64 scalar.
+    /// Slots with a loss, float64 scalar.
     pub(super) slots: Tensor,
-    /// Supervised slots by their place in the block, float64 `[B]`.
+    /// Supervised slots by position in the block, float64 `[B]`.
     pub(super) per_slot_b: Tensor,
 }
 
-/// Some of them, whole blocks.
+/// A chunk of whole blocks.
 #[derive(Debug)]
 pub(super) struct ChunkPlace {
     pub(super) block_size: i64,
-    /// The first block, counted in the row.
+    /// Index of the first block in the row.
     pub(super) first_block: i64,
     pub(super) blocks: i64,
-    /// Slots in the row, `[m]`.
+    /// Slot indices in the row, `[m]`.
     pub(super) slots_m: Tensor,
-    /// Their tokens, `[m]`.
+    /// Labels, `[m]`.
     pub(super) tokens_m: Tensor,
     /// As [`Placed::decay_m`], `[m]`.
     pub(super) decay_m: Option<Tensor>,
 }
 
 impl<'a> Placed<'a> {
-    /// The labels of `row` beside `hidden`, with the weights that do not follow from losses.
+    /// Labels of `row` on the device of `hidden`, with the weights that do not depend on losses.
     pub(super) fn new(
         row: &'a BlockLabels,
         weighting: &Weighting,
@@ -76,7 +76,7 @@ impl<'a> Placed<'a> {
         }
     }
 
-    /// The slots with the numbers `chunk`, which are those of whole blocks.
+    /// The slots with indices `chunk`, which are those of whole blocks.
     pub(super) fn chunk(&self, chunk: &Range<usize>) -> ChunkPlace {
         let part = |x_m: &Tensor| x_m.narrow(0, chunk.start as i64, chunk.len() as i64);
         let block_size = self.row.block().rows as i64;
@@ -94,7 +94,7 @@ impl<'a> Placed<'a> {
 }
 
 impl ChunkPlace {
-    /// Spreads `values_m` over the slots of the chunk's blocks, [blocks, B]; 0 where there is none.
+    /// Scatters `values_m` to the slots of the chunk's blocks, [blocks, B]; 0 elsewhere.
     pub(super) fn spread(&self, values_m: &Tensor) -> Tensor {
         let slots = self.blocks * self.block_size;
         Tensor::zeros([slots], (values_m.kind(), values_m.device()))
@@ -102,12 +102,12 @@ impl ChunkPlace {
             .view([self.blocks, self.block_size])
     }
 
-    /// What [`Self::spread`] would have spread, `[m]`.
+    /// Inverse of [`Self::spread`], `[m]`.
     pub(super) fn gather(&self, values_ab: &Tensor) -> Tensor {
         values_ab.view([-1]).index_select(0, &self.own_slots())
     }
 
-    /// Slots counted from the first block.
+    /// Slot indices relative to the first block.
     fn own_slots(&self) -> Tensor {
         &self.slots_m - self.first_block * self.block_size
     }

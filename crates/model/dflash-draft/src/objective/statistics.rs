@@ -1,7 +1,8 @@
-//! Sums that a step adds up on the device and reads once per logging interval.
+//! Sums that steps accumulate on the device and read once per logging interval.
 //!
-//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per slot..]`,
-//! and behind these sum and weight of each of the head's own figures, in float64: one small tensor to add over micro-batches and to all-reduce over ranks.
+//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per
+//! slot..]`, followed by sum and weight of each of the head's metrics, in float64: one small tensor
+//! to add over micro-batches and to all-reduce over ranks.
 
 use tch::{Device, Kind, Tensor};
 
@@ -13,77 +14,76 @@ use crate::draft::{Head, MetricSums};
 
 const DENOMINATOR: i64 = 1;
 const BLOCKS: i64 = 3;
-/// What precedes the counts per slot.
+/// Number of elements before the per-slot counts.
 const HEAD: i64 = 4;
 
-/// Additive sums of any number of packed rows.
+/// Additive sums over packed rows.
 #[derive(Debug)]
 pub struct Statistics {
     sums: Tensor,
-    /// Names of the head's own figures.
+    /// Names of the head's metrics.
     metrics: &'static [&'static str],
 }
 
-/// [`Statistics`] on the host, as ratios; of nothing they are NaN.
+/// [`Statistics`] on the host, as ratios; NaN without data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatisticsReport {
     /// Weighted loss over its denominator.
     pub loss: f64,
     /// The summed denominator.
     pub denominator: f64,
-    /// Supervised slots whose argmax is the label, over all supervised slots.
+    /// Share of supervised slots whose argmax is the label.
     pub accuracy: f64,
-    /// Accuracy of each slot of a block; `None` where no slot was supervised.
+    /// Accuracy by slot of a block; `None` if no such slot was supervised.
     pub accuracy_by_slot: Vec<Option<f64>>,
-    /// Mean over blocks of 1 + the run of right slots from the first on: a slot counts only when
-    /// all before it are right.
+    /// Mean over blocks of 1 + the number of leading correct slots.
     pub expected_acceptance_length: f64,
-    /// Supervised slots.
+    /// Number of supervised slots.
     pub supervised: u64,
-    /// Blocks with a supervised slot.
+    /// Number of blocks with a supervised slot.
     pub blocks: u64,
-    /// The head's own figures.
+    /// The head's metrics.
     pub of_head: Vec<(&'static str, f64)>,
 }
 
 impl Statistics {
-    /// No rows yet.
+    /// Zero sums.
     pub fn zero(block_size: usize, metrics: &'static [&'static str], device: Device) -> Self {
         let elements = HEAD + 2 * (block_size + metrics.len()) as i64;
         Self { sums: Tensor::zeros([elements], (Kind::Double, device)), metrics }
     }
 
-    /// The sums that [`Self::sums`] once were, wherever they are now.
+    /// Wraps sums obtained from [`Self::sums`], possibly on another device.
     pub fn from_sums(sums: Tensor, metrics: &'static [&'static str]) -> Self {
         Self { sums, metrics }
     }
 
-    /// The same sums over nothing.
+    /// Zero sums with the same layout.
     pub fn cleared(&self) -> Self {
         Self { sums: self.sums.zeros_like(), metrics: self.metrics }
     }
 
-    /// Adds another row's or rank's.
+    /// Adds another row's or rank's sums.
     pub fn add(&mut self, other: &Self) {
         let _ = self.sums.g_add_(&other.sums);
     }
 
-    /// The vector itself.
+    /// The vector of sums.
     pub fn sums(&self) -> &Tensor {
         &self.sums
     }
 
-    /// The vector itself, to be all-reduced.
+    /// The vector of sums, for all-reduce.
     pub fn sums_mut(&mut self) -> &mut Tensor {
         &mut self.sums
     }
 
-    /// Blocks with a supervised slot. Waits for the device, if the sums are still there.
+    /// Number of blocks with a supervised slot. Waits for the device if the sums are on one.
     pub fn blocks(&self) -> u64 {
         self.sums.double_value(&[BLOCKS]) as u64
     }
 
-    /// The summed loss denominator, a float64 scalar on the device.
+    /// Summed loss denominator, a float64 scalar on the device.
     pub fn denominator(&self) -> Tensor {
         self.sums.get(DENOMINATOR)
     }
@@ -115,14 +115,13 @@ impl Statistics {
     }
 }
 
-/// A row's sums in the making.
+/// A row's sums under construction.
 #[derive(Debug)]
 pub(super) struct Tally {
     loss_sum: Tensor,
     weight_sum: Tensor,
     /// 1 where the argmax is the label, `[N]`.
     correct_n: Tensor,
-    /// Of the head's own figures.
     pub(super) metrics: MetricSums,
 }
 

@@ -1,4 +1,4 @@
-//! A pruned draft vocabulary: which of the target's tokens the draft can say.
+//! The pruned vocabulary: the target tokens that a draft can propose.
 
 use std::path::Path;
 
@@ -6,13 +6,13 @@ use dflash_tensor::checkpoint::{TensorFile, write_safetensors};
 use dflash_tensor::{Result, kind_name};
 use tch::{Kind, Tensor};
 
-/// File of the vocabulary in a checkpoint: `d2t` and `t2d` as speculators defines them.
+/// Vocabulary file of a checkpoint: `d2t` and `t2d` as speculators defines them.
 const FILE: &str = "draft_vocabulary.safetensors";
 
-/// Where speculators keeps the same two tensors.
+/// Where speculators stores the same tensors.
 const WEIGHTS: &str = "model.safetensors";
 
-/// The target's ids that the draft can say, ascending; draft ids are their ranks.
+/// The target ids that the draft can propose, ascending; draft ids are indices into it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DraftVocabulary {
     selected: Vec<i64>,
@@ -30,11 +30,11 @@ impl DraftVocabulary {
         Self { selected, of_target }
     }
 
-    /// Reads the vocabulary of a checkpoint directory, from a file of its own or, as speculators
-    /// keeps it, from among the weights; `None` where the draft says every token.
+    /// Reads the vocabulary of a checkpoint directory, from its own file or, as speculators stores
+    /// it, from the weights file; `None` if the vocabulary is not pruned.
     ///
     /// # Errors
-    /// A damaged file, ids that do not ascend, or two tensors that contradict each other.
+    /// A damaged file, ids that are not ascending, or inconsistent tensors.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         for name in [FILE, WEIGHTS] {
             let path = dir.join(name);
@@ -70,7 +70,7 @@ impl DraftVocabulary {
         Ok(vocabulary)
     }
 
-    /// Writes the vocabulary into a checkpoint directory.
+    /// Writes the vocabulary to a checkpoint directory.
     ///
     /// # Errors
     /// I/O.
@@ -83,33 +83,33 @@ impl DraftVocabulary {
         write_safetensors(&dir.join(FILE), &tensors)
     }
 
-    /// Tokens of the target it was selected from: rows of its embedding.
+    /// Size of the full target vocabulary: rows of its embedding.
     pub fn target_size(&self) -> usize {
         self.of_target.len()
     }
 
-    /// The target's ids, ascending.
+    /// The selected target ids, ascending.
     pub fn selected(&self) -> &[i64] {
         &self.selected
     }
 
-    /// speculators' `d2t`: target id minus draft id, per draft id.
+    /// speculators' `d2t`: target id minus draft id, by draft id.
     pub fn offsets(&self) -> Vec<i64> {
         self.selected.iter().zip(0..).map(|(target, draft)| target - draft).collect()
     }
 
-    /// speculators' `t2d`: whether each target id is in the draft's vocabulary.
+    /// speculators' `t2d`: whether the draft can propose each target id.
     pub fn membership(&self) -> Vec<bool> {
         self.of_target.iter().map(|&draft| draft >= 0).collect()
     }
 
-    /// The draft's id of a target id, or -1.
+    /// Draft id of a target id, or -1.
     pub(super) fn draft_id(&self, target: i64) -> i64 {
         self.of_target.get(target as usize).copied().unwrap_or(-1)
     }
 }
 
-/// The tensor `name` as numbers; it must be one-dimensional and of `kind`.
+/// The one-dimensional tensor `name` of `kind` as numbers.
 fn list(file: &TensorFile, path: &Path, (name, kind): (&str, Kind)) -> Result<Vec<i64>> {
     let tensor = file.any_tensor(name)?;
     if tensor.dim() != 1 || tensor.kind() != kind {
@@ -132,7 +132,7 @@ mod tests {
         let vocabulary = DraftVocabulary::new(vec![2, 6, 7], 16);
         vocabulary.save(dir.path()).unwrap();
         assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), Some(vocabulary.clone()));
-        // speculators' way, among the weights
+        // as speculators does, in the weights file
         std::fs::rename(dir.path().join(FILE), dir.path().join(WEIGHTS)).unwrap();
         assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), Some(vocabulary));
         let weights = [("fc.weight".to_string(), Tensor::from_slice(&[1.0f32]))];

@@ -1,4 +1,4 @@
-//! How much each slot counts, and what the weighted sum is divided by.
+//! Slot weights and the loss denominator.
 
 use tch::{Kind, Tensor};
 
@@ -6,7 +6,7 @@ use super::labels::BlockLabels;
 use super::placed::ChunkPlace;
 use crate::draft::BlockShape;
 
-/// Added to the number of masked slots by speculators, so that an empty row divides by something.
+/// Added to the number of supervised slots, as in speculators, to avoid dividing by zero.
 pub const MASKED_SLOTS_EPSILON: f64 = 1e-5;
 
 /// Weight of a slot within its block.
@@ -14,28 +14,28 @@ pub const MASKED_SLOTS_EPSILON: f64 = 1e-5;
 pub enum Weighting {
     /// `exp(-(k - 1) / gamma)` (DFlash paper; gamma 7, 5, 4 for blocks of 16, 10, 8).
     Decay {
-        /// Slots after which the weight has fallen to 1/e.
+        /// Distance in slots at which the weight has fallen to 1/e.
         gamma: f64,
     },
-    /// D-PACE (arXiv 2605.18810): by how much a slot adds to the expected accepted length.
+    /// D-PACE (arXiv 2605.18810): a slot's contribution to the expected accepted length.
     Dpace {
-        /// Smoothing of the confidences towards 1.
+        /// Smoothing of confidences towards 1.
         alpha: f64,
-        /// What a slot's confidence is computed from.
+        /// Loss from which a slot's confidence is computed.
         confidence: Confidence,
     },
 }
 
-/// What D-PACE takes as a slot's loss; the same for cross-entropy alone.
+/// The loss that D-PACE uses; both are the same for cross-entropy alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Confidence {
     /// Cross-entropy, as its authors define it.
     CrossEntropy,
-    /// The term that is weighted, as speculators does it.
+    /// The weighted term, as in speculators.
     Term,
 }
 
-/// What the weighted sum of losses is divided by.
+/// Divisor of the weighted sum of losses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Denominator {
     /// The sum of the weights.
@@ -46,7 +46,7 @@ pub enum Denominator {
     MaskedSlots,
 }
 
-/// `exp(-k / gamma)` for the slots that predict, k from 0 on, and 0 for one before them.
+/// `exp(-k / gamma)` for predicting slots, k starting at 0, and 0 for a slot before them.
 pub fn decay_weights(block: BlockShape, gamma: f64) -> Vec<f64> {
     (0..block.rows)
         .map(|slot| match slot.checked_sub(block.first_predicting) {
@@ -62,7 +62,7 @@ pub fn dpace_weights(ce_ab: &Tensor, mask_ab: &Tensor, alpha: f64) -> Tensor {
     let unmasked: Tensor = 1.0 - mask_ab;
     let smoothed = confidence * mask_ab + unmasked;
     let prefix = smoothed.cumprod(1, None::<Kind>) * mask_ab;
-    // sum from slot k on = total minus what comes before k
+    // sum from slot k on, computed in reverse
     prefix.flip([1]).cumsum(1, None::<Kind>).flip([1]) * mask_ab
 }
 
@@ -85,7 +85,7 @@ impl Weighting {
         }
     }
 
-    /// Weights of a row's slots where these follow from their places alone.
+    /// Weights of a row's slots, if they only depend on position.
     pub(super) fn by_distance(&self, labels: &BlockLabels) -> Option<Vec<f64>> {
         let Self::Decay { gamma } = *self else { return None };
         let table = decay_weights(labels.block(), gamma);

@@ -5,7 +5,6 @@ use dflash_draft::attention::{BlockPlan, Visibility, WindowRule};
 use dflash_test_support::{ChaCha8Rng, Rng, alone};
 use tch::{Device, Kind, Tensor};
 
-/// One random case.
 #[derive(Debug)]
 pub(crate) struct Case {
     pub(crate) starts: Vec<usize>,
@@ -19,7 +18,7 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn random(random: &mut ChaCha8Rng) -> Self {
-        // A long document's late anchors see a middle that is worth a call of its own.
+        // A long document's late anchors have a middle context large enough for its own call.
         let (longest, densest) = if random.random_bool(0.3) { (500, 0.3) } else { (90, 1.0) };
         let mut starts = vec![0];
         for _ in 0..random.random_range(1..5) {

@@ -1,28 +1,26 @@
-//! The objective as it is defined, one slot at a time.
+//! The objective by its definition, one slot at a time.
 
 use dflash_draft::objective::{
     Confidence, Denominator, ElementLoss, LabelSource, MASKED_SLOTS_EPSILON, Objective, Weighting,
 };
 
-/// A matrix as its rows.
 pub(crate) type Rows = Vec<Vec<f64>>;
 
 /// A slot that carries loss.
 pub(crate) struct Slot {
     pub(crate) block: usize,
-    /// Place in the block.
+    /// Position in the block.
     pub(crate) k: usize,
     /// Index of the data's token in the draft's vocabulary.
     pub(crate) label: usize,
-    /// Row of the target that predicts it.
+    /// Row of the target that predicts the label.
     pub(crate) distribution_row: usize,
 }
 
-/// Everything but the draft's hidden states.
+/// Everything except the draft's hidden states.
 pub(crate) struct Reference {
     pub(crate) block_size: usize,
     pub(crate) slots: Vec<Slot>,
-    /// lm_head.
     pub(crate) head: Rows,
     /// The target's normed hidden states.
     pub(crate) target: Rows,
@@ -30,13 +28,13 @@ pub(crate) struct Reference {
     pub(crate) blocks: usize,
 }
 
-/// What carries no gradient, at the point where the gradient is taken.
+/// Values that carry no gradient, at the point of the gradient.
 pub(crate) struct Frozen {
     /// Weight of each slot, per term.
     weights: Vec<Vec<f64>>,
     /// `lk`'s mixing weight of each slot.
     mixing: Vec<f64>,
-    /// What the sum is divided by.
+    /// Divisor of the sum.
     pub(crate) divisor: f64,
 }
 
@@ -104,7 +102,7 @@ impl Reference {
         self.slots.iter().map(of).collect()
     }
 
-    /// What is held constant, at `hidden` (flat, rows of `width`).
+    /// The constants at `hidden` (flat, rows of `width`).
     pub(crate) fn frozen(&self, objective: &Objective, hidden: &[f64], width: usize) -> Frozen {
         let distributions = self.distributions(objective.labels, hidden, width);
         let mixing: Vec<f64> = distributions.iter().map(|d| (-3.0 * d.overlap()).exp()).collect();
@@ -154,7 +152,7 @@ impl Reference {
             .collect()
     }
 
-    /// The loss at `hidden` with what is frozen.
+    /// The loss at `hidden`, given the constants.
     pub(crate) fn loss(
         &self,
         objective: &Objective,

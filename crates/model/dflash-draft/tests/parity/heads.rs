@@ -1,5 +1,5 @@
-//! Drafters with more than DFlash's weights or another mask: not implemented, so their vectors are
-//! left out by name, and their configurations must be refused.
+//! Drafters with additional weights or another mask: not implemented, so their vectors are skipped
+//! by name, and their configurations must be refused.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::vectors::Vectors;
 
-/// One trial for a file, which asserts that the code reads no such drafter as DFlash.
+/// A trial for a file, which asserts that the code does not read such a drafter as DFlash.
 pub(crate) fn refusal(entry: Entry) -> Trial {
     Trial::test(
         format!("heads::{} left out: not implemented, and refused", entry.name),
@@ -35,7 +35,7 @@ fn check(path: &Path) {
     }
 }
 
-/// How checkpoints of this kind are configured, and what the refusal names.
+/// Configurations of such checkpoints, each with the words expected in the refusal.
 fn layouts(kind: &str, layers: Value) -> Vec<(&'static str, Value, &'static str)> {
     let ids = json!([1, 2, 3]);
     let zlab = |dflash: Value| {

@@ -30,8 +30,8 @@ fn int(case: &Value, key: &str) -> usize {
     case[key].as_u64().unwrap() as usize
 }
 
-/// Every query row's bits, by the visibility rule and by the planned chunks. Blocks whose anchor is
-/// padding are left out by name: rows here have none.
+/// Every query row's mask bits, by the visibility rule and by the planned chunks. Blocks whose
+/// anchor is padding are skipped by name: rows here have none.
 fn attention_mask(Case { name, value: case, .. }: &Case) {
     let documents: Vec<i64> =
         case["document_ids"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect();
@@ -49,7 +49,7 @@ fn attention_mask(Case { name, value: case, .. }: &Case) {
     for block in on_padding {
         println!("left out: block {block} of {name}, whose anchor {} is padding", anchors[block]);
     }
-    // an unused block stands behind the others with its anchor at 0
+    // an unused block follows the others, with anchor 0
     blocks.sort_by_key(|&block| anchors[block]);
     let used: Vec<usize> = blocks.iter().map(|&block| anchors[block]).collect();
     let planned = planned_rows(&starts, &used, block_size, &visibility);
@@ -74,7 +74,7 @@ fn attention_mask(Case { name, value: case, .. }: &Case) {
     }
 }
 
-/// Context bits of every row as the chunks let them through.
+/// The context bits that the chunks let through for every row.
 fn planned_rows(
     starts: &[usize],
     anchors: &[usize],
@@ -139,7 +139,7 @@ fn element_losses(Case { key, value, section, .. }: &Case) {
     assert_close(key, &(gradient * &upstream), &matrix(&value["grad_logits"]), 1e-4);
 }
 
-/// The objective on given logits: an identity for the lm_head passes them through.
+/// The objective on given logits: an identity matrix as lm_head passes them through.
 fn metrics(Case { value: case, section, .. }: &Case) {
     assert_eq!(section["denominator_eps"], MASKED_SLOTS_EPSILON);
     let (logits, targets) = (matrix(&section["logits"]), matrix(&section["targets"]));

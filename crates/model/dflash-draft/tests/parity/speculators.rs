@@ -50,7 +50,7 @@ struct Case {
     objective: Objective,
     labels: BlockLabels,
     target_distribution: TargetDistribution,
-    /// Slots of the blocks whose anchor is valid.
+    /// Slots of the blocks with a valid anchor.
     slots: Tensor,
 }
 
@@ -181,8 +181,8 @@ fn packed_input(
     draft.prepare(&plan, WindowRule::Speculators, features, slots)
 }
 
-/// The target's distribution rows, checked against the stored targets. In the file's kind: in
-/// bfloat16 another token may come first, and that would be another label.
+/// The target's distribution rows, checked against the stored targets. In the file's type: in
+/// bfloat16 another token may be the argmax, which would be another label.
 fn target_distribution(vectors: &Vectors, stored: &Value, slots: &Tensor) -> TargetDistribution {
     let eps = stored["rms_norm_eps"].as_f64().unwrap();
     let last = vectors.stored("in.verifier_last_hidden_states").squeeze_dim(0);
@@ -220,7 +220,7 @@ fn labels(vectors: &Vectors, block: BlockShape, slots: &Tensor) -> BlockLabels {
 }
 
 /// The objective that a case names: `loss_fn` is one loss or several with coefficients, as an
-/// object or as its text.
+/// object or as its text form.
 pub(crate) fn objective(case: &Value, kernels: Kernels) -> Objective {
     let number = |key: &str| {
         let value = &case[key];
@@ -231,7 +231,7 @@ pub(crate) fn objective(case: &Value, kernels: Kernels) -> Objective {
             Weighting::Dpace { alpha: number("dpace_alpha"), confidence: Confidence::Term }
         }
         Some("fixed-exp-decay") => Weighting::Decay { gamma: number("gamma") },
-        // every slot counts the same
+        // every slot has the same weight
         None | Some("none") => Weighting::Decay { gamma: f64::INFINITY },
         Some(other) => panic!("weight {other} is not implemented"),
     };
@@ -278,8 +278,8 @@ pub(crate) fn element(name: &str) -> ElementLoss {
     found.unwrap_or_else(|| panic!("loss {name} is not implemented")).1
 }
 
-/// Compares an objective's sums with speculators' sums and totals, for each term of several too;
-/// returns the report and the gradient of the mean loss.
+/// Compares an objective's sums with speculators' sums and totals, also per term if there are
+/// several; returns the report and the gradient of the mean loss.
 pub(crate) fn check_metrics(
     objective: &Objective,
     metrics: &Value,
@@ -314,8 +314,8 @@ pub(crate) fn check_metrics(
             near("slot accuracy", accuracy.unwrap(), expected);
         }
     }
-    // Vectors before speculators 0.9, which have no `accept_len`, hold the older figure: the product
-    // of unconditional accuracies, summed. Ours conditions on the slots before, as the newer does.
+    // Vectors before speculators 0.9, which lack `accept_len`, hold the older metric: the summed
+    // product of unconditional accuracies. Ours conditions on earlier slots, like the newer one.
     let product =
         report.accuracy_by_slot.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
             *run *= slot.unwrap_or(0.0);

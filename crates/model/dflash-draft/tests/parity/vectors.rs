@@ -1,4 +1,4 @@
-//! How reference vectors are read.
+//! Reads reference vectors.
 
 use std::path::Path;
 
@@ -17,14 +17,13 @@ impl Vectors {
         Self { file: TensorFile::open(path).unwrap() }
     }
 
-    /// On the place of the tests: what goes into a computation in its kind, what comes out as it is
-    /// stored.
+    /// The tensor at the tests' place: inputs in its type, results in the stored type.
     pub(crate) fn tensor(&self, name: &str) -> Tensor {
         let is_result = ["out.", "grad."].iter().any(|prefix| name.starts_with(prefix));
         if is_result { self.stored(name) } else { place().put(&self.stored(name)) }
     }
 
-    /// On the place's device, in the kind of the file.
+    /// On the place's device, in the file's type.
     pub(crate) fn stored(&self, name: &str) -> Tensor {
         self.file.any_tensor(name).unwrap().to_device(place().device)
     }

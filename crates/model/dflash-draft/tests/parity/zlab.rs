@@ -1,4 +1,4 @@
-//! z-lab's reference draft: context features and one block in, normed hidden states out.
+//! z-lab's reference draft: context features and a block as input, normed states as output.
 
 use std::path::Path;
 

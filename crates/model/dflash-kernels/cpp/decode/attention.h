@@ -1,8 +1,8 @@
 // Attention of new rows over the cache and themselves.
 //
-// Keys are taken in chunks of `kChunk` positions. A query's part over a chunk has its own maximum and sum;
-// parts are joined from the first to the last. So it changes no bit who computes them, or which rows
-// stand beside a query.
+// Keys are processed in chunks of `kChunk` positions. Each query's partial result over a chunk has
+// its own maximum and sum, and partial results are merged in order. So the result depends neither
+// on which thread computes a chunk nor on neighbouring rows, to the bit.
 #pragma once
 
 #include "layout.h"
@@ -10,14 +10,14 @@
 
 namespace {
 
-// A key/value head of a sequence in a layer. Its rows are numbered from the sequence's first.
+// A key/value head of a sequence in a layer. Rows are numbered within the sequence.
 struct Head {
   const DflashShape* shape;
   const DflashSequence* sequence;
   const DflashLayer* layer;
   int64_t number, group;
   float *keys, *values;
-  // Columns of queries, keys and values of the sequence's rows, and from one row to the next.
+  // Queries, keys and values of the sequence's rows, and the row stride.
   const float* qkv;
   int64_t qkv_stride;
 };
@@ -37,8 +37,8 @@ inline Head head_of(const DflashPass& pass, const Sizes& sizes, const float* qkv
           sizes.qkv};
 }
 
-// Writes the keys and values of a head's new rows into its cache. `kv` is the head's key of the first
-// row, with its value `value_offset` further on.
+// Writes the keys and values of a head's new rows to its cache. `kv` is the head's key in the first
+// row; the value is `value_offset` after it.
 inline void write_rows(const Head& head, Share rows, const float* kv, int64_t value_offset,
                        float* turned) {
   const DflashSequence& sequence = *head.sequence;
@@ -53,14 +53,14 @@ inline void write_rows(const Head& head, Share rows, const float* kv, int64_t va
       std::memcpy(head.values + (sequence.start + row) * sequence.value_stride, in + value_offset,
                   dim * sizeof(float));
     }
-    // Keys lie by dimension first.
+    // Keys are stored with the dimension first.
     float* const keys = head.keys + sequence.start + first;
     for (int64_t d = 0; d < dim; ++d)
       for (int64_t i = 0; i < count; ++i) keys[d * sequence.key_stride + i] = turned[i * dim + d];
   }
 }
 
-// Of a pass's layer: the new rows that lie in some positions.
+// Writes the new rows of a pass's layer that are at some positions.
 inline void write_positions(const Head& head, Share positions, float* turned) {
   const DflashSequence& sequence = *head.sequence;
   const int64_t dim = head.shape->head_dim, heads = head.shape->kv_heads;
@@ -70,7 +70,7 @@ inline void write_positions(const Head& head, Share positions, float* turned) {
   if (rows.begin < rows.end) write_rows(head, rows, kv, heads * dim, turned);
 }
 
-// The keys that the query of a row sees.
+// The keys that a row's query attends to.
 inline Share visible(const Head& head, int64_t row) {
   const DflashSequence& sequence = *head.sequence;
   const int64_t position = sequence.start + row, window = head.layer->window;
@@ -79,12 +79,12 @@ inline Share visible(const Head& head, int64_t row) {
   return {first > 0 ? first : 0, causal ? position + 1 : sequence.start + sequence.rows};
 }
 
-// The chunks that some rows see.
+// The chunks that some rows attend to.
 inline Share visible_chunks(const Head& head, Share rows) {
   return {visible(head, rows.begin).begin / kChunk, chunks_up_to(visible(head, rows.end - 1).end)};
 }
 
-// Queries of rows as their attention takes them: [rows][group][dim].
+// Rotated queries of rows: [rows][group][dim].
 inline void turn_queries(const Head& head, Share rows, float* queries) {
   const DflashSequence& sequence = *head.sequence;
   const int64_t dim = head.shape->head_dim, half = dim / 2;
@@ -96,15 +96,15 @@ inline void turn_queries(const Head& head, Share rows, float* queries) {
                   queries, dim, head.shape->eps, scale);
 }
 
-// A query's part of an attention: its values, and behind them the largest score and the sum of the
-// exponentials; the sum of a part over no key is 0.
+// A query's partial attention: unnormalised values, then the largest score and the sum of
+// exponentials. Without any key the sum is 0.
 struct Part {
   float *values, *maximum, *sum;
   Part(float* at, int64_t value_stride)
       : values(at), maximum(at + value_stride), sum(maximum + 1) {}
 };
 
-// scores := exp(scores - maximum) over `seen`, 0 for the others of `count`. Writes maximum and sum.
+// scores := exp(scores - maximum) in `seen`, 0 in the rest of `count`. Writes maximum and sum.
 inline void exponentials(float* scores, Share seen, int64_t count, const Part& part) {
   const int64_t whole = round_up(count, 2 * kLanes);
   for (int64_t i = 0; i < seen.begin; ++i) scores[i] = -__builtin_inff();
@@ -130,7 +130,7 @@ inline void exponentials(float* scores, Share seen, int64_t count, const Part& p
   *part.sum = total(sums[0] + sums[1]);
 }
 
-// The parts [rows][group] of rows over a chunk.
+// Computes the partial results [rows][group] over a chunk.
 inline void attend_chunk(const Head& head, Share rows, int64_t chunk, const Scratch& scratch,
                          float* parts) {
   const DflashSequence& sequence = *head.sequence;
@@ -141,7 +141,7 @@ inline void attend_chunk(const Head& head, Share rows, int64_t chunk, const Scra
     const Share clipped{begin > 0 ? begin : 0, end < kChunk ? end : kChunk};
     return clipped.begin < clipped.end ? clipped : Share{0, 0};
   };
-  // From the first key that a row sees to the last. The first row sees furthest back.
+  // From the first to the last key that any row sees. The first row sees furthest back.
   const Share all = in_chunk({visible(head, rows.begin).begin, visible(head, rows.end - 1).end});
   if (all.begin == all.end) {
     for (int64_t query = 0; query < count; ++query)
@@ -165,7 +165,7 @@ inline void attend_chunk(const Head& head, Share rows, int64_t chunk, const Scra
          {values + d + kChunk * stride, stride, 0});
 }
 
-// Adds the part over a later chunk.
+// Merges the partial result of a later chunk.
 inline void join(const Part& joined, const Part& part, int64_t width) {
   if (*part.sum == 0.0f) return;
   if (*joined.sum == 0.0f) {
@@ -183,7 +183,7 @@ inline void join(const Part& joined, const Part& part, int64_t width) {
   *joined.sum = *joined.sum * before + *part.sum * now;
 }
 
-// Writes a head's attention.
+// Normalises and writes a head's attention output.
 template <typename Element>
 inline void finish(const Part& joined, Element* out, int64_t dim) {
   const float scale = 1.0f / *joined.sum;
@@ -192,7 +192,7 @@ inline void finish(const Part& joined, Element* out, int64_t dim) {
   if (d < dim) store_some(out + d, load_some(joined.values + d, dim - d) * scale, dim - d);
 }
 
-// All of a head's rows from `unread` on, over all their chunks. `attended` is the sequence's first row.
+// A head's rows from `unread` on, over all chunks. `attended` is the sequence's first row.
 template <typename Element>
 void attend_head(const Head& head, const Sizes& sizes, int64_t unread, const Scratch& scratch,
                  Element* attended) {
@@ -222,8 +222,8 @@ void attend_head(const Head& head, const Sizes& sizes, int64_t unread, const Scr
   }
 }
 
-// What of a sequence is computed in a round of divided heads: some rows, over the chunks that they see or
-// whose new keys are not written yet, which are those from `unwritten` on.
+// One round of a sequence when heads are split over threads: a group of rows and the chunks that
+// they attend to or whose new keys are not written yet, i.e. those from `unwritten` on.
 struct Round {
   Share rows, chunks;
   int64_t unwritten;
@@ -238,7 +238,7 @@ inline Round round_of(const Head& head, int64_t unread, int64_t number) {
   };
   const Share rows = rows_of(number);
   const int64_t first = sequence.start / kChunk;
-  // Where nobody reads any of its rows, their keys are written in the first round.
+  // If no output is needed, the first round writes the keys.
   if (rows.begin >= rows.end)
     return {{0, 0},
             {first, number == 0 ? chunks_up_to(sequence.start + sequence.rows) : first},

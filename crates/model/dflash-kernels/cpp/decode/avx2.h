@@ -1,5 +1,5 @@
-// Level avx2: AVX2 and FMA, 16 registers of 8 floats, two multiply-adds a cycle with a latency of four
-// or five. `product.h` says what a level provides.
+// Level avx2: AVX2 and FMA, 16 registers of 8 floats, two multiply-adds per cycle with a latency of
+// four or five. The interface is described in `product.h`.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@ typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 constexpr int kRegisters = 16;
 constexpr int64_t kLanes = 8;
 
-// Six to ten sums in flight, and registers left for the weights of a step, a factor and a mask.
+// Six to ten sums in flight, leaving registers for a step's weights, a factor and a mask.
 constexpr int kMostRows = 5;
 constexpr int tile_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
@@ -23,7 +23,7 @@ inline Vec broadcast(const float* p) { return _mm256_broadcast_ss(p); }
 // a * b + c
 inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 
-// Of pairs of bfloat16, the first of each as float32, and the second.
+// The first (second) bfloat16 of each pair as float32.
 inline Vec first_of_pairs(const float* p) { return (Vec)((Words)load(p) << 16); }
 inline Vec second_of_pairs(const float* p) { return (Vec)((Words)load(p) & 0xffff0000u); }
 

@@ -1,4 +1,4 @@
-// Level avx512bf16: AVX-512, and products of pairs of bfloat16 that are summed in float32.
+// Level avx512bf16: AVX-512 plus dot products of bfloat16 pairs accumulated in float32.
 #pragma once
 
 #include "avx512.h"
@@ -7,12 +7,12 @@
 
 namespace {
 
-// c plus the products of the pairs of a and b; each pair is as wide as a float.
+// c plus the dot products of the pairs in a and b; each pair is as wide as a float.
 inline Vec multiply_add_pairs(Vec a, Vec b, Vec c) {
   return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
 }
 
-// Rounds to the nearest bfloat16, of ties to the even one.
+// Rounds to the nearest bfloat16, ties to even.
 inline void store(uint16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }

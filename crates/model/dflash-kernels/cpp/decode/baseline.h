@@ -1,6 +1,6 @@
-// Level baseline: what every processor of an architecture has, in the compiler's own vectors: on x86-64
-// SSE2, 16 registers of 4 floats, and sums that take a multiplication and an addition. `product.h` says
-// what a level provides.
+// Level baseline: what every processor of the architecture has, in compiler vector types. On x86-64
+// that is SSE2: 16 registers of 4 floats, separate multiplication and addition. The interface is
+// described in `product.h`.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ typedef uint32_t Words __attribute__((vector_size(16)));
 constexpr int kRegisters = 16;
 constexpr int64_t kLanes = 4;
 
-// Six sums, or eight of one row: weights, factors and products take the other registers, since what is
-// added to is overwritten.
+// Six sums, or eight for one row. The other registers hold weights, factors and products, since an
+// addition overwrites its operand.
 constexpr int kMostRows = 3;
 constexpr int tile_vectors(int rows) { return rows == 1 ? 8 : 2; }
 
@@ -28,7 +28,7 @@ inline Vec broadcast(const float* p) { return Vec{*p, *p, *p, *p}; }
 // a * b + c
 inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
 
-// Of pairs of bfloat16, the first of each as float32, and the second.
+// The first (second) bfloat16 of each pair as float32.
 inline Vec first_of_pairs(const float* p) { return (Vec)((Words)load(p) << 16); }
 inline Vec second_of_pairs(const float* p) { return (Vec)((Words)load(p) & 0xffff0000u); }
 

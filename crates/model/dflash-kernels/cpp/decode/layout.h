@@ -1,5 +1,5 @@
-// Sizes that follow from a pass, and where its scratch memory has what. The same at all levels: the
-// memory is asked for where no level is known.
+// Sizes derived from a pass, and the layout of its scratch memory. Independent of the level, since
+// the memory is allocated by code that does not know it.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace {
 // Columns of a panel of a packed matrix, and floats of a cache line.
 constexpr int64_t kPanelColumns = 32, kLine = 16;
 
-// Up to so many rows every thread norms all of them for itself: that costs less than to meet once more.
+// Up to this many rows every thread normalises all of them itself, which is cheaper than a barrier.
 constexpr int64_t kFewRows = 32;
-// Keys whose part of an attention is summed by itself. Parts are joined in the order of the positions, so
-// that any threads may compute them. They begin at multiples of this position.
+// Keys per partial attention. Chunks start at multiples of this position and are merged in order,
+// so any thread may compute them.
 constexpr int64_t kChunk = 256;
 // Rows of a sequence that attend together.
 constexpr int64_t kAttentionRows = 16;
@@ -39,7 +39,7 @@ struct Sizes {
         inner(round_up(s.inner, kPanelColumns / 2)) {}
 };
 
-// Memory that is handed out piece by piece; without a start, only counted.
+// Hands out memory piece by piece; with a null start it only counts.
 struct Pieces {
   float* next;
   int64_t taken = 0;
@@ -50,19 +50,18 @@ struct Pieces {
   }
 };
 
-// What a query's part of an attention comes to: values, not yet divided by the sum of the exponentials,
-// that sum, and the largest score.
+// Size of a query's partial attention: unnormalised values, sum of exponentials, largest score.
 inline int64_t part_size(int64_t value_stride) { return value_stride + kLine; }
 
-// The sequence's rows that attend together in a round.
+// Rows of the sequence that attend together in a round.
 inline int64_t attention_rows(const DflashSequence& sequence) {
   return sequence.rows < kAttentionRows ? sequence.rows : kAttentionRows;
 }
 
 inline int64_t chunks_up_to(int64_t positions) { return (positions + kChunk - 1) / kChunk; }
 
-// Whether the keys of a head are divided among threads: where whole heads would leave threads idle, and
-// there are keys enough to be worth two more meetings.
+// Whether the keys of a head are split over threads: if whole heads would leave threads idle and
+// there are enough keys to be worth two more barriers.
 inline bool divides_heads(const DflashPass& pass, int64_t threads) {
   int64_t chunks = 0, longest = 0;
   for (int64_t s = 0; s < pass.sequence_count; ++s) {
@@ -72,12 +71,12 @@ inline bool divides_heads(const DflashPass& pass, int64_t threads) {
     longest = own > longest ? own : longest;
   }
   const int64_t heads = pass.shape->kv_heads, each = pass.sequence_count * heads;
-  // The most that a thread has if it takes whole heads, and all of them together, in equal shares.
+  // The largest load per thread with whole heads times the threads, and the total load.
   const int64_t most = (each + threads - 1) / threads * longest * threads, all = chunks * heads;
   return threads > 1 && all >= 4 * threads && 8 * most > 9 * all;
 }
 
-// As `divides_heads`, with so many threads or fewer, which is what a team may turn out to have.
+// Whether `divides_heads` holds for `threads` threads or fewer, since a team may turn out smaller.
 inline bool may_divide_heads(const DflashPass& pass, int64_t threads) {
   for (int64_t t = 2; t <= threads; ++t)
     if (divides_heads(pass, t)) return true;
@@ -87,11 +86,11 @@ inline bool may_divide_heads(const DflashPass& pass, int64_t threads) {
 // A thread's view of a pass's scratch memory.
 struct Scratch {
   float *qkv, *attended, *activated;
-  // Rows as a product takes them: of all threads where they are many, else the thread's own.
+  // Rows prepared for a product: common to all threads if they are many, otherwise per thread.
   float* normed = nullptr;
-  // Parts of heads that are divided, sequence by sequence.
+  // Partial results of split heads, by sequence.
   float* parts;
-  // The thread's own: queries, scores, a part and what it is added to.
+  // Per thread: queries, scores, a partial result and the merged one.
   float *queries = nullptr, *scores = nullptr, *part = nullptr, *joined = nullptr;
   int64_t size;
   Scratch(const DflashPass& pass, int64_t thread, bool has_parts) {
@@ -115,7 +114,7 @@ struct Scratch {
     if (pass.rows > kFewRows) normed = pieces.take(normed_size);
     for (int64_t t = 0; t <= thread; ++t) {
       if (pass.rows <= kFewRows) normed = pieces.take(normed_size);
-      // Keys are turned here too, when there is no query yet.
+      // Also used to rotate keys, before there are queries.
       queries = pieces.take((queries_count + kAttentionRows) * shape.head_dim);
       scores = pieces.take(queries_count * kChunk);
       part = pieces.take(queries_count * part_size(value_stride));
@@ -123,7 +122,7 @@ struct Scratch {
     }
     size = pieces.taken;
   }
-  // Floats of the parts of a sequence in a round.
+  // Floats of a sequence's partial results in a round.
   static int64_t parts_of(const DflashShape& shape, const DflashSequence& sequence) {
     return attention_rows(sequence) * shape.query_heads *
            chunks_up_to(sequence.start + sequence.rows) * part_size(sequence.value_stride);
@@ -131,13 +130,13 @@ struct Scratch {
 };
 
 struct ContextScratch {
-  // Columns of `fused`; panels of queries alone, which are skipped, and the others.
+  // Columns of `fused`; number of query-only panels, which are skipped, and of the others.
   int64_t wide, skipped, panels;
-  // What fc makes of the features, and keys and values, layer by layer.
+  // The output of fc, and keys and values, layer by layer.
   float *fused, *kv;
-  // As `Scratch::normed`: features as a product takes them, and `fused` normed.
+  // As `Scratch::normed`: features prepared for a product, and the normed `fused`.
   float *features = nullptr, *normed = nullptr;
-  // Keys as they are turned.
+  // Keys during rotation.
   float* turned = nullptr;
   int64_t size;
   ContextScratch(const DflashContext& context, int64_t thread) {

@@ -1,18 +1,18 @@
-// Rows of activations times panels of 32 columns of weights.
+// Products of activation rows with panels of 32 weight columns.
 //
-// A tile holds the sums of some rows and columns in registers from the first weight to the last. How
-// many of each, its level says (`avx2.h` and so on), which provides
+// A tile keeps the sums of some rows and columns in registers over the whole depth. Its size
+// depends on the level, whose header (`avx2.h` and so on) provides
 //
-//   Vec, kLanes, kRegisters  a vector register of floats, how many it holds, and how many there are
-//   load, store, broadcast   of floats in memory
+//   Vec, kLanes, kRegisters  vector register type, floats per register, number of registers
+//   load, store, broadcast   floats in memory
 //   multiply_add             a * b + c
-//   first_of_pairs,          the halves of pairs of bfloat16 as float32
+//   first_of_pairs,          the halves of bfloat16 pairs as float32
 //   second_of_pairs
-//   kMostRows                rows of a tile at most
-//   tile_vectors(rows)       vectors of columns that a tile of so many rows is wide
+//   kMostRows                maximum rows per tile
+//   tile_vectors(rows)       width of a tile with that many rows, in vectors
 //
-// and, where it defines DFLASH_BFLOAT16_PAIRS, products of such pairs. Every sum is made in the order of
-// the depth, so neither the shape of a tile nor the number of rows changes a bit of it.
+// and, if it defines DFLASH_BFLOAT16_PAIRS, dot products of such pairs. Every sum is computed in
+// order of the depth, so it does not depend on the tile shape or the number of rows, to the bit.
 #pragma once
 
 #include "layout.h"
@@ -22,31 +22,30 @@ namespace {
 constexpr int64_t kPanel = kPanelColumns;
 constexpr int64_t kPanelVectors = kPanel / kLanes;
 
-// Steps of a panel that several tiles read one after the other: 32 KB, which stay in the first cache.
+// Steps of a panel that several tiles read in turn: 32 KB, which stay in the L1 cache.
 constexpr int64_t kSteps = 256;
-// Rows whose activations stay in the second cache while all panels of a thread pass by.
+// Rows whose activations stay in the L2 cache while a thread goes through all its panels.
 constexpr int64_t kRowBlock = 64;
 
-// Rows of activations: floats, or pairs of bfloat16 of the same size.
+// Activation rows: floats, or bfloat16 pairs of the same size.
 struct Rows {
   const float* x;
   int64_t stride, count;
 };
 
-// Weights of some panels, in words of four bytes: a float, or a pair of bfloat16 that belong to two
-// steps of the depth. A step's 32 words lie side by side.
+// Weights of some panels in 4-byte words: one float, or a bfloat16 pair from two depth steps. The
+// 32 words of a step are contiguous.
 struct Panels {
   const float* words;
-  // From one step to the next, and from one panel to the next.
+  // Strides between steps and between panels.
   int64_t step, panel;
 };
 
-// The kinds of products: the type of a row's elements, how many of a row's words a word of weights is
-// multiplied with, and how.
+// Operand types: a row's element type, row words multiplied with each weight word, and how.
 struct Float32 {
   typedef float Element;
   static constexpr int kFactors = 1;
-  // Words of a column, and of a row.
+  // Words per column, and per row.
   static int64_t steps(int64_t depth) { return depth; }
   static int64_t row_words(int64_t depth) { return depth; }
   template <int>
@@ -83,7 +82,7 @@ struct Bfloat16 {
 };
 #endif
 
-// What a tile multiplies, and where its sums go.
+// Operands and destination of a tile.
 struct Tile {
   Panels weights;
   int64_t steps;
@@ -91,11 +90,11 @@ struct Tile {
   int64_t stride;
   float* out;
   int64_t out_stride;
-  // Whether `out` holds the sums of the steps before, to be continued.
+  // Whether `out` holds the sums of earlier steps to continue from.
   bool continues;
-  // Whether the depth ends in the middle of the last word.
+  // Whether the depth ends in the first half of the last word.
   bool odd;
-  // Weights that come next, and how many bytes further a step's share of them begins.
+  // Weights to prefetch, and the offset in bytes between the prefetches of two steps.
   const char* ahead;
   int64_t ahead_step;
 };
@@ -105,11 +104,11 @@ inline Vec weights_of(const float* const* w, int vector) {
   return Kind::template weight<factor>(w[vector / kPanelVectors] + vector % kPanelVectors * kLanes);
 }
 
-// Adds the products of one step, of whose words the `factor`th halves (or the whole) are taken.
+// Adds the products of one step, using the `factor`th halves of the words (or whole words).
 template <typename Kind, int factor, int rows, int vectors>
 inline __attribute__((always_inline)) void add_step(const float* const* w, const float* const* x,
                                                     int64_t at, Vec (&sum)[rows][vectors]) {
-  // The fewer of factors and weights wait in registers for the others.
+  // Whichever of factors and weights are fewer are held in registers.
   if constexpr (rows <= vectors) {
     Vec factors[rows];
 #pragma GCC unroll 8
@@ -133,7 +132,7 @@ inline __attribute__((always_inline)) void add_step(const float* const* w, const
   }
 }
 
-// One function for each shape, so that each has all registers.
+// One function per shape, so that each gets all registers.
 template <typename Kind, int rows, int vectors>
 __attribute__((noinline)) void run_tile(const Tile& tile) {
   constexpr int panels = (vectors + kPanelVectors - 1) / kPanelVectors;
@@ -154,7 +153,7 @@ __attribute__((noinline)) void run_tile(const Tile& tile) {
   for (int64_t at = 0; at < end; at += Kind::kFactors) {
     add_step<Kind, 0>(w, x, at, sum);
     if constexpr (Kind::kFactors == 2) {
-      // Where registers do not hold the words as well, they are loaded twice.
+      // If registers cannot hold the words as well, they are loaded twice.
       if constexpr ((rows + 2) * vectors + 2 > kRegisters) asm volatile("" ::: "memory");
       add_step<Kind, 1>(w, x, at, sum);
     }
@@ -175,7 +174,7 @@ __attribute__((noinline)) void run_tile(const Tile& tile) {
 
 typedef void (*TileFunction)(const Tile&);
 
-// The tile of so many rows that is as wide as its level has it, or within one panel.
+// The tile function for `rows` rows, at the level's full width or limited to one panel.
 template <typename Kind, bool within>
 TileFunction tile_function(int64_t rows) {
   switch (rows) {
@@ -197,34 +196,34 @@ TileFunction tile_function(int64_t rows) {
 
 inline int64_t tile_width(int64_t rows) { return tile_vectors(static_cast<int>(rows)) * kLanes; }
 
-// Panels that are multiplied together: more than one where a tile of all rows is so wide.
+// Panels multiplied together: more than one if a tile of all rows is that wide.
 inline int64_t panels_together(int64_t rows) {
   if (rows > kMostRows) return 1;
   const int64_t width = tile_width(rows);
   return width > kPanel ? width / kPanel : 1;
 }
 
-// The weights that are read next. The processor sees them coming where one tile reads on and on, and not
-// where several read the same or steps lie apart, so tiles ask for them.
+// Sets up the prefetch of the weights that are read next. The hardware prefetcher follows a single
+// sequential tile, but not several tiles that read the same weights or steps that are far apart.
 inline void ask_ahead(Tile& tile, const Panels& next, int64_t number, int64_t part) {
   constexpr int64_t size = sizeof(float), line = 64;
   tile.ahead = reinterpret_cast<const char*>(next.words);
   if (next.step == kPanel) {
-    // Each its part of what lies behind.
+    // Each tile prefetches its share of what follows.
     tile.ahead_step = part;
     tile.ahead += number * tile.steps * tile.ahead_step;
   } else {
-    // Each a line of every step, of two.
+    // The first two tiles prefetch one cache line each of every step.
     tile.ahead_step = number < 2 ? next.step * size : 0;
     tile.ahead += number % 2 * line;
   }
 }
 
-// How so many rows and panels, 1 or `panels_together`, are cut into tiles.
+// How rows and panels (1 or `panels_together`) are split into tiles.
 template <typename Kind>
 struct Plan {
   int64_t columns, tiles, tall, lines;
-  // Rows, width and function of the first `tall` tiles, and of the others, which have a row less.
+  // Rows, width and function of the first `tall` tiles, and of the others, which have one row less.
   int64_t heights[2], widths[2];
   TileFunction runs[2];
   Plan(int64_t rows, int64_t panels)
@@ -242,17 +241,17 @@ struct Plan {
     }
     ahead_step = kPanel * static_cast<int64_t>(sizeof(float)) / lines;
   }
-  // Bytes of what comes next that a tile asks for in a step.
+  // Bytes prefetched per tile and step.
   int64_t ahead_step;
 };
 
-// Writes the sums of all rows of a plan and of its panels to `out` [rows][out_stride]. What is read next
-// begins at `next`.
+// Writes the sums of all rows and panels of a plan to `out` [rows][out_stride]. The weights read
+// next start at `next`.
 template <typename Kind>
 inline void sums(const Plan<Kind>& plan, const Panels& weights, int64_t depth, const float* x,
                  int64_t stride, float* out, int64_t out_stride, const Panels& next) {
   const int64_t steps = Kind::steps(depth);
-  // One tile reads each weight once, in one go.
+  // A single tile reads each weight once, over the whole depth.
   const int64_t each_time = plan.lines == 1 ? steps : kSteps;
   for (int64_t step = 0; step < steps; step += each_time) {
     const int64_t count = steps - step < each_time ? steps - step : each_time;
@@ -284,7 +283,7 @@ inline void sums(const Plan<Kind>& plan, const Panels& weights, int64_t depth, c
   }
 }
 
-// Gives `take` the panel, the row and its 32 sums, of a thread's share of the panels of a packed matrix.
+// Calls `take` with panel, row and its 32 sums, for a thread's share of a packed matrix's panels.
 template <typename Kind, typename Take>
 inline void matrix(const void* packed, int64_t depth, Share panels, const Rows& rows,
                    const Take& take) {

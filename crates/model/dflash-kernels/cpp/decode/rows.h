@@ -1,4 +1,4 @@
-// What is done to rows beside products: norms, rotation, activation, and what becomes of a panel's sums.
+// Row operations other than products: norms, rotation, activation, and storing a panel's sums.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@ namespace {
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
 
-// Columns of gate, and of up, in a panel that they share.
+// Gate columns, and up columns, per shared panel.
 constexpr int64_t kHalfPanel = kPanel / 2;
 
 inline Vec load_some(const float* p, int64_t count) {
@@ -19,7 +19,7 @@ inline Vec load_some(const float* p, int64_t count) {
   return load(lanes);
 }
 
-// One element more may be written where the number is odd: products take bfloat16 in pairs.
+// For an odd count one more element may be written, since products read bfloat16 in pairs.
 template <typename Element>
 inline void store_some(Element* p, Vec v, int64_t count) {
   Element lanes[kLanes];
@@ -29,8 +29,8 @@ inline void store_some(Element* p, Vec v, int64_t count) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// exp to about 1 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients: Cephes expf). Below -87,
-// where its values are next to subnormal, 0.
+// exp to about 1 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients: Cephes expf). 0
+// below -87, where results approach subnormals.
 inline Vec exponential(Vec x) {
   const Vec low = Vec{} - 87.0f, high = Vec{} + 88.0f;
   const Ints tiny = x < low;
@@ -55,7 +55,7 @@ inline float exponential(float x) {
   return lanes[0];
 }
 
-// Of all lanes: those that lie four apart first.
+// Reduces all lanes, first those four apart.
 template <typename Join>
 inline float join_lanes(Vec v, const Join& join) {
   typedef float Four __attribute__((vector_size(16)));
@@ -91,7 +91,7 @@ inline float sum_of_squares(const float* x, int64_t dim) {
   return total((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// y = x as elements of a product's rows.
+// y = x converted to a product's element type.
 template <typename Element>
 inline void copy_row(const float* x, Element* y, int64_t dim) {
   int64_t d = 0;
@@ -108,7 +108,7 @@ inline void norm_row(const float* x, const float* weight, Element* y, int64_t di
   if (rest > 0) store_some(y + d, load_some(x + d, rest) * scale * load_some(weight + d, rest), rest);
 }
 
-// y = the head normed (where it has a norm), rotated, and multiplied with `scale`.
+// y = the head, normed (if there is a norm), rotated and multiplied by `scale`.
 inline void rotate_head(const float* x, const float* norm, const float* cosine, const float* sine,
                         float* y, int64_t dim, float eps, float scale) {
   const int64_t half = dim / 2;
@@ -130,7 +130,7 @@ inline void rotate_head(const float* x, const float* norm, const float* cosine, 
            load_some(sine + d, rest), [&](float* p, Vec v) { store_some(p, v, rest); });
 }
 
-// Adds a panel's sums (and bias) to 32 columns of `y`, of which there may be fewer.
+// Adds a panel's sums (and bias) to up to 32 columns of `y`.
 inline void add_panel(float* y, int64_t width, int64_t panel, const float* bias, const float* sums) {
   const int64_t column = panel * kPanel;
   for (int64_t i = 0; i < kPanel; i += kLanes) {

@@ -1,4 +1,4 @@
-//! Rows of an embedding as float32.
+//! Embedding rows as float32.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use super::matrix::Matrix;
 /// Token embeddings on the CPU.
 #[derive(Debug)]
 pub enum Embedding {
-    /// A table [V, H] in float32 or bfloat16, contiguous.
+    /// Contiguous table [V, H] in float32 or bfloat16.
     Table(Tensor),
-    /// The output projection, where it shares its numbers.
+    /// The output projection, if weights are tied.
     Shared(Arc<Matrix>),
 }
 
@@ -19,7 +19,7 @@ impl Embedding {
     /// Writes the embeddings of `ids` to `x` [R, H].
     ///
     /// # Panics
-    /// When an id is not in the table: a bug of the caller.
+    /// When an id is out of range: a bug of the caller.
     pub fn rows(&self, ids: &[i64], x: &mut [f32]) {
         match self {
             Self::Table(table_vh) => rows_of_table(table_vh, ids, x),
@@ -41,12 +41,12 @@ fn rows_of_table(table_vh: &Tensor, ids: &[i64], x: &mut [f32]) {
     let out = x.chunks_exact_mut(width).zip(ids);
     match table_vh.kind() {
         Kind::Float => {
-            // SAFETY: a contiguous float32 tensor that is borrowed has so many elements.
+            // SAFETY: the borrowed tensor is contiguous float32 with this many elements.
             let table = unsafe { std::slice::from_raw_parts(data.cast::<f32>(), elements) };
             out.for_each(|(out, &id)| out.copy_from_slice(&table[row(id)]));
         }
         Kind::BFloat16 => {
-            // SAFETY: as above, of two bytes each.
+            // SAFETY: as above, with two bytes per element.
             let table = unsafe { std::slice::from_raw_parts(data.cast::<u16>(), elements) };
             for (out, &id) in out {
                 let halves = out.iter_mut().zip(&table[row(id)]);

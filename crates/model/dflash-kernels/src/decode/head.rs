@@ -1,4 +1,4 @@
-//! The projection to tokens of a few rows: logits, or the most likely token alone.
+//! LM head for a few rows: logits, or only the argmax.
 
 use std::cell::RefCell;
 use std::ptr::null_mut;
@@ -10,7 +10,7 @@ use super::MAX_ROWS;
 use super::matrix::{Matrix, Products, Sums};
 use super::scratch::Scratch;
 
-/// A projection to tokens, packed.
+/// A packed LM head.
 #[derive(Debug)]
 pub struct Head {
     matrix: Arc<Matrix>,
@@ -23,22 +23,22 @@ impl Head {
         Self::of(Matrix::pack(weight_io, products).into())
     }
 
-    /// A projection by a packed matrix, which others may use too.
+    /// Wraps a packed matrix, which may be shared.
     pub fn of(matrix: Arc<Matrix>) -> Self {
         Self { matrix, scratch: RefCell::default() }
     }
 
-    /// The matrix.
+    /// The packed matrix.
     pub fn matrix(&self) -> &Matrix {
         &self.matrix
     }
 
-    /// Tokens V that it projects to.
+    /// Vocabulary size V.
     pub fn outputs(&self) -> usize {
         self.matrix.outputs() as usize
     }
 
-    /// Writes the logits [R, V] of `x` [R, H], behind a norm (weight `[H]`, epsilon) where there is one.
+    /// Writes the logits [R, V] of `x` [R, H], after an optional norm (weight `[H]`, epsilon).
     pub fn logits(&self, x: &[f32], norm: Option<(&[f32], f64)>, logits: &mut [f32]) {
         let (rows, outputs) = (self.rows(x), self.outputs());
         assert_eq!(logits.len(), rows * outputs, "a logit for each row and token");
@@ -47,8 +47,7 @@ impl Head {
         parts.for_each(|(x, logits)| self.run(x, norm, logits.as_mut_ptr(), null_mut()));
     }
 
-    /// Writes the token with the largest logit for each row of `x` [R, H] to `best` `[R]`; of equal
-    /// ones the first.
+    /// Writes the argmax token of each row of `x` [R, H] to `best` `[R]`; ties go to the first.
     pub fn most_likely(&self, x: &[f32], norm: Option<(&[f32], f64)>, best: &mut [i64]) {
         assert_eq!(best.len(), self.rows(x), "a token for each row");
         let each = MAX_ROWS as usize;
@@ -105,7 +104,7 @@ mod tests {
                     let what = format!("{depth} x {outputs}, {rows} rows, {products:?}");
                     let mut logits = vec![0.0; (rows * outputs) as usize];
                     head.logits(floats(&x), None, &mut logits);
-                    // Small whole numbers: sums are exact in any order, and many logits are equal.
+                    // Small integers: sums are exact in any order, and many logits are equal.
                     let found = Tensor::from_slice(&logits).view([rows, outputs]);
                     assert_eq!(found, expected, "{what}");
                     let mut best = vec![0; rows as usize];
@@ -124,9 +123,9 @@ mod tests {
             super::super::raw::dflash_decode_is_late(waited, before) != 0
         };
         let ms = |ms: i64| ms * 1_000_000;
-        // A pass over a large model, whose threads read weights at their own pace.
+        // A pass over a large model, whose threads progress unevenly.
         assert!(!is_late(ms(5), ms(10)) && !is_late(ms(9), ms(9)));
-        // A time slice in a pass of a small one.
+        // A time slice lost in a pass of a small model.
         assert!(is_late(ms(4), ms(1)) && is_late(ms(1), 50_000));
     }
 }

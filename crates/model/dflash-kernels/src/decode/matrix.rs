@@ -1,8 +1,8 @@
-//! Matrices packed in panels of 32 outputs, each panel in the order of the depth.
+//! Matrices packed in panels of 32 outputs, each stored depth by depth.
 //!
-//! Both ways lead through here: rows as a checkpoint stores them, some at a time, into a matrix
-//! ([`Matrix::put`]), so that nobody ever holds it twice; and back, whole, in part or as rows
-//! ([`Matrix::unpacked`], [`Matrix::rows`]), for libtorch's products and for embeddings.
+//! [`Matrix::put`] packs checkpoint rows a few at a time, so the matrix never exists twice in
+//! memory. [`Matrix::unpacked`] and [`Matrix::rows`] convert back, for libtorch matmuls and for
+//! embeddings.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -18,10 +18,10 @@ use crate::level;
 
 /// Columns of a panel of a packed matrix.
 pub(super) const PANEL: i64 = 32;
-/// Columns of gate and of up in a panel that they share.
+/// Gate columns, and up columns, per shared panel.
 pub(super) const LANES: i64 = 16;
 
-/// What the products of a model multiply.
+/// Operand types of a model's matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Products {
@@ -29,15 +29,15 @@ pub enum Products {
     Float32 = 0,
     /// Weights in bfloat16, rows in float32.
     Bfloat16Weights = 1,
-    /// Both in bfloat16 where the processor multiplies these (AVX512-BF16), else as
+    /// Both in bfloat16 if the processor multiplies it (AVX512-BF16), otherwise as
     /// [`Self::Bfloat16Weights`]; sums are float32.
     Bfloat16 = 2,
 }
 
 impl Products {
-    /// Of a model with such weights: bfloat16 where it computes in that; where it computes in float32,
-    /// weights in the smaller type that holds them without a loss, which is bfloat16 for those of a
-    /// checkpoint in bfloat16.
+    /// The products for a model with these weights: bfloat16 if it computes in bfloat16. If it
+    /// computes in float32, weights are stored in bfloat16 when they fit without loss, as those of
+    /// a bfloat16 checkpoint do.
     pub fn of<'a>(weights: impl IntoIterator<Item = &'a Tensor>) -> Self {
         let mut all = Self::Bfloat16;
         for x in weights {
@@ -51,7 +51,7 @@ impl Products {
         all
     }
 
-    /// What a packed matrix stores.
+    /// Storage type of packed matrices.
     pub fn storage(self) -> Kind {
         match self {
             Self::Float32 => Kind::Float,
@@ -60,22 +60,21 @@ impl Products {
     }
 }
 
-/// Whether bfloat16 holds the numbers of `x` without a loss.
+/// Whether all values of `x` convert to bfloat16 without loss.
 pub fn fits_bfloat16(x: &Tensor) -> bool {
     x.kind() == Kind::BFloat16 || x.to_kind(Kind::BFloat16).to_kind(x.kind()).equal(x)
 }
 
-/// How outputs lie in panels.
+/// How outputs are arranged in panels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// 32 to a panel.
+    /// 32 outputs per panel.
     Plain,
-    /// Two halves, gate and up: 16 of each to a panel.
+    /// Two halves, gate and up: 16 of each per panel.
     Gated,
 }
 
 impl Layout {
-    /// Panels of so many outputs.
     fn panels(self, outputs: i64) -> i64 {
         let unit = |count: i64, unit: i64| (count + unit - 1) / unit;
         match self {
@@ -84,7 +83,7 @@ impl Layout {
         }
     }
 
-    /// The outputs from `start` on that lie side by side in a panel, up to `end`.
+    /// The outputs from `start` up to `end` that are adjacent in one panel.
     fn run(self, outputs: i64, start: i64, end: i64) -> Columns {
         let (unit, first_lane, start_in_half, end) = match self {
             Self::Plain => (PANEL, 0, start, end),
@@ -99,7 +98,7 @@ impl Layout {
         }
     }
 
-    /// Those of all of `outputs`, in their order.
+    /// The column runs of the outputs `wanted`, in order.
     fn runs(self, outputs: i64, wanted: Range<i64>) -> Vec<Columns> {
         let (mut runs, mut start) = (Vec::new(), wanted.start);
         while start < wanted.end {
@@ -111,8 +110,8 @@ impl Layout {
     }
 }
 
-/// A matrix as the kernels read it: [panels, depth, 32] in float32, [panels, depth / 2, 32, 2] in
-/// bfloat16; depth and the last panel filled up with zeros.
+/// A matrix in the kernels' format: [panels, depth, 32] in float32, [panels, depth / 2, 32, 2] in
+/// bfloat16; depth and the last panel are zero-padded.
 #[derive(Debug)]
 pub struct Matrix {
     panels: Panels,
@@ -123,19 +122,19 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A matrix of zeros with so many inputs and outputs, to be filled by [`Self::put`].
+    /// A zero matrix with `depth` inputs, to be filled by [`Self::put`].
     pub fn zeros(depth: i64, outputs: i64, products: Products, layout: Layout) -> Self {
         let words = depth as usize / products.per_word() + depth as usize % products.per_word();
         let panels = Panels::new(layout.panels(outputs) as usize, words);
         Self { panels, depth, outputs, products, layout }
     }
 
-    /// Packs `weight_io` [I, O] of any strides.
+    /// Packs `weight_io` [I, O], of any strides.
     pub fn pack(weight_io: &Tensor, products: Products) -> Self {
         Self::packed(weight_io, products, Layout::Plain)
     }
 
-    /// Packs `gate_up_io` [I, 2O], whose first half is the gate, so that a panel holds both.
+    /// Packs `gate_up_io` [I, 2O], gate first, so that each panel holds both.
     pub fn pack_gated(gate_up_io: &Tensor, products: Products) -> Self {
         Self::packed(gate_up_io, products, Layout::Gated)
     }
@@ -147,10 +146,10 @@ impl Matrix {
         matrix
     }
 
-    /// Makes `rows_oi` [R, I], numbers of any kind that the storage holds, the outputs from `first` on.
+    /// Sets the outputs from `first` on to `rows_oi` [R, I], of any type that the storage can hold.
     ///
     /// # Panics
-    /// When the rows are of another length, or there are no such outputs.
+    /// When the row length or the range of outputs does not fit.
     pub fn put(&mut self, first: i64, rows_oi: &Tensor) {
         let (rows, depth) = (rows_oi.size()[0], rows_oi.size()[1]);
         assert_eq!(depth, self.depth, "inputs of a row");
@@ -161,7 +160,7 @@ impl Matrix {
         }
         let rows_oi = rows_oi.contiguous();
         let runs = self.layout.runs(self.outputs, first..first + rows);
-        // SAFETY: a contiguous tensor of float32, or of bfloat16 with an even number in each row.
+        // SAFETY: a contiguous tensor of float32, or of bfloat16 with an even row length.
         let words = unsafe {
             std::slice::from_raw_parts(
                 rows_oi.data_ptr().cast::<u32>(),
@@ -171,39 +170,39 @@ impl Matrix {
         self.panels.put(&runs, words, threads() as usize);
     }
 
-    /// Rows I of the matrix: elements of an input.
+    /// Number of inputs I.
     pub fn depth(&self) -> i64 {
         self.depth
     }
 
-    /// Columns O of the matrix.
+    /// Number of outputs O.
     pub fn outputs(&self) -> i64 {
         self.outputs
     }
 
-    /// What products with it multiply.
+    /// Operand types of products with this matrix.
     pub fn products(&self) -> Products {
         self.products
     }
 
-    /// How its outputs lie.
+    /// The arrangement of its outputs.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// Bytes of it.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.panels.bytes()
     }
 
-    /// The columns `outputs` of the matrix, [I, O] in one piece and of `kind`, float32 or what is stored.
+    /// The columns `outputs` as a contiguous matrix [I, O] of `kind`: float32 or the storage type.
     pub fn unpacked(&self, outputs: Range<i64>, kind: Kind) -> Tensor {
         let room = Tensor::empty([self.unpacked_elements(&outputs)], (kind, Device::Cpu));
         self.unpack_into(outputs, &room)
     }
 
-    /// As [`Self::unpacked`], in memory of [`Self::unpacked_elements`] or more that is to be used again:
-    /// pages that were never written cost more than what is written to them.
+    /// [`Self::unpacked`] into a reusable buffer of at least [`Self::unpacked_elements`]:
+    /// first-touch page faults cost more than the writes.
     pub fn unpack_into(&self, outputs: Range<i64>, room: &Tensor) -> Tensor {
         let width = outputs.end - outputs.start;
         let (elements, kind) = (self.unpacked_elements(&outputs), room.kind());
@@ -221,16 +220,16 @@ impl Matrix {
         room.flatten(0, -1).narrow(0, 0, self.depth * width).view([self.depth, width])
     }
 
-    /// Numbers that unpacking some columns writes: an odd depth is filled up where pairs are stored.
+    /// Elements that unpacking writes, including the padding of an odd depth in bfloat16.
     pub fn unpacked_elements(&self, outputs: &Range<i64>) -> i64 {
         let rows = self.words() * self.products.per_word();
         rows as i64 * (outputs.end - outputs.start)
     }
 
-    /// Writes the weights [R, I] of the outputs `ids`: rows of an embedding that shares the matrix.
+    /// Writes the weights [R, I] of the outputs `ids`, as rows of a tied embedding.
     ///
     /// # Panics
-    /// When there is no such output.
+    /// When an output is out of range.
     pub fn rows(&self, ids: &[i64], x: &mut [f32]) {
         assert_eq!(x.len() as i64, ids.len() as i64 * self.depth, "a row for each output");
         for (&id, x) in ids.iter().zip(x.chunks_exact_mut(self.depth as usize)) {
@@ -243,7 +242,8 @@ impl Matrix {
         }
     }
 
-    /// The products [T, O] in float32 of rows `x_ti` [T, I], each with the bits that it has alone.
+    /// The float32 products [T, O] of `x_ti` [T, I]. A row's result does not depend on the other
+    /// rows, to the bit.
     pub fn product(&self, x_ti: &Tensor) -> Tensor {
         let x_ti = x_ti.to_kind(Kind::Float).contiguous();
         let rows = x_ti.size()[0];
@@ -271,12 +271,12 @@ impl Matrix {
         }
     }
 
-    /// Adds to `out_to` [T, O] the products of many rows `x_ti` [T, I], both float32 in one piece. False where
-    /// libtorch multiplies such a matrix faster once it is unpacked: nothing is done then. A row's sums go
-    /// in another order than those of few rows.
+    /// Adds the products [T, O] of many rows `x_ti` [T, I] to `out_to`, both contiguous float32.
+    /// Returns false, without any effect, where unpacking and multiplying with libtorch is faster.
+    /// Sums are in a different order than for few rows.
     ///
     /// # Panics
-    /// For other sizes.
+    /// On a size mismatch.
     pub fn add_many(&self, x_ti: &Tensor, out_to: &Tensor) -> bool {
         let rows = x_ti.size()[0];
         assert_eq!((x_ti.size()[1], out_to.size()), (self.depth, vec![rows, self.outputs]));
@@ -300,8 +300,8 @@ impl Matrix {
         })
     }
 
-    /// Sums of at most [`MAX_ROWS`] rows `x` [R, I], behind a norm (weight `[I]`, epsilon) where there is
-    /// one; their results have room.
+    /// Multiplies at most [`MAX_ROWS`] rows `x` [R, I], after an optional norm (weight `[I]`,
+    /// epsilon). The destinations in `to` are large enough.
     pub(super) fn run(
         &self,
         x: &[f32],
@@ -333,8 +333,8 @@ impl Matrix {
         unsafe { raw::dflash_decode_head(level::raw(), &raw const head, threads) };
     }
 
-    /// Reads every word once, each thread its share in order, and does next to nothing with them: the
-    /// pace that a pass over the weights can reach. Returns their sum, so that they are read.
+    /// Reads every weight once, split evenly over the threads, as the bandwidth limit of a pass.
+    /// Returns the sum of the words so that the reads are not optimised away.
     pub fn read_all(matrices: &[&Self]) -> u64 {
         let threads = threads() as usize;
         let read = |thread: usize| {
@@ -353,7 +353,7 @@ impl Matrix {
         })
     }
 
-    /// Where the kernels read it.
+    /// Pointer for the kernels.
     pub(super) fn pointer(&self) -> *const std::ffi::c_void {
         self.panels.pointer()
     }
@@ -364,11 +364,11 @@ impl Matrix {
 }
 
 thread_local! {
-    /// What prompts are laid out in for products, kept for the next.
+    /// Scratch for prompt products, reused across calls.
     static MANY: RefCell<Scratch> = RefCell::default();
 }
 
-/// Where the sums of rows go: all of them [R, columns], the largest one's column `[R]`, or both.
+/// Destinations of a product: all sums [R, columns], the argmax column `[R]`, or both.
 pub(super) struct Sums {
     pub(super) logits: *mut f32,
     pub(super) best: *mut i64,
@@ -376,13 +376,13 @@ pub(super) struct Sums {
 }
 
 impl Products {
-    /// Numbers of a column that lie side by side.
+    /// Values of a column per 4-byte word.
     fn per_word(self) -> usize {
         4 / self.storage().elt_size_in_bytes()
     }
 }
 
-/// A bias as the panels of its matrix lie, filled up with zeros.
+/// A bias in the panel layout of its matrix, zero-padded.
 pub(super) fn bias_panels(bias_o: &Tensor, layout: Layout) -> Tensor {
     let outputs = bias_o.size()[0];
     let mut panels = Matrix::zeros(1, outputs, Products::Float32, layout);
@@ -398,7 +398,7 @@ mod tests {
     const PRODUCTS: [Products; 3] =
         [Products::Float32, Products::Bfloat16Weights, Products::Bfloat16];
 
-    /// Small whole numbers [I, O]: exact in bfloat16, and so are their sums.
+    /// Small integers [I, O], exact in bfloat16 as are their sums.
     fn whole(shape: [i64; 2]) -> Tensor {
         Tensor::randint(9, shape, F32) - 4
     }
@@ -458,7 +458,7 @@ mod tests {
         };
         let expected = matrices.iter().map(words).sum::<u64>();
         for threads in [1, 2, 5] {
-            // Of this thread alone.
+            // Applies to this thread only.
             tch::set_num_threads(threads);
             assert_eq!(Matrix::read_all(&[&matrices[0], &matrices[1]]), expected, "{threads}");
         }

@@ -1,7 +1,7 @@
-//! Memory of packed matrices, and the ways into it and out of it.
+//! Storage of packed matrices, with packing and unpacking.
 //!
-//! A panel is 32 columns in the order of the depth, in words of four bytes: a float32, or two bfloat16 of
-//! a column, the first below. All that turns rows into columns here goes by such words.
+//! A panel is 32 columns stored depth by depth, in 4-byte words: one float32, or two consecutive
+//! bfloat16 of a column, the first in the low half. Transposition here moves whole words.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -12,38 +12,37 @@ use memmap2::MmapMut;
 use super::matrix::PANEL;
 use super::raw;
 
-/// Words of a panel side by side.
+/// Words per panel row.
 const WIDTH: usize = PANEL as usize;
-/// Rows of a panel that are turned at a time: a cache line of each column.
+/// Rows transposed at a time: a cache line of each column.
 const TILE: usize = 16;
-/// Words that are worth another thread.
+/// Minimum words per thread.
 const SHARE: usize = 1 << 16;
 
-/// Columns side by side in a panel.
+/// Adjacent columns of a panel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Columns {
     pub(super) panel: usize,
     pub(super) lanes: Range<usize>,
 }
 
-/// Panels, [count, depth, 32] words. Pages come from the operating system, as zeros and when they are
-/// first written.
+/// Panels, [count, depth, 32] words. The memory map provides zero pages on first write.
 #[derive(Debug)]
 pub(super) struct Panels {
     memory: MmapMut,
-    /// Words of a column.
+    /// Words per column.
     depth: usize,
     count: usize,
 }
 
 impl Panels {
-    /// Zeros.
+    /// Zeroed panels.
     ///
     /// # Panics
-    /// Memory ran out.
+    /// When memory runs out.
     pub(super) fn new(count: usize, depth: usize) -> Self {
         let bytes = (count * depth * WIDTH * 4).max(1);
-        // The same text as libtorch's, by which callers recognise that memory ran out.
+        // libtorch's wording, so that callers recognise it as out of memory.
         let memory = MmapMut::map_anon(bytes).unwrap_or_else(|error| {
             panic!("can't allocate memory: {bytes} bytes of packed weights: {error}")
         });
@@ -59,7 +58,7 @@ impl Panels {
     }
 
     fn words(&self) -> &[u32] {
-        // SAFETY: the map begins at a page, has so many words, and any bits are one.
+        // SAFETY: the map is page-aligned, has this many words, and any bit pattern is valid.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.bytes() / 4) }
     }
 
@@ -74,13 +73,12 @@ impl Panels {
         &self.words()[panel * size..(panel + 1) * size]
     }
 
-    /// All words as float32.
     pub(super) fn floats_of_all(&self) -> &[f32] {
         // SAFETY: as in `words`.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast(), self.bytes() / 4) }
     }
 
-    /// The sum of a share of all words: what reading them costs at least.
+    /// Sums a range of words; the cost is that of reading them.
     pub(super) fn sum(&self, Range { start, end }: Range<usize>) -> u64 {
         let mut sums = [0u64; 8 * TILE];
         let mut tiles = self.words()[start..end].chunks_exact(sums.len());
@@ -94,7 +92,7 @@ impl Panels {
     /// Writes `rows` [columns, depth] to the columns of `runs`.
     pub(super) fn put(&mut self, runs: &[Columns], mut rows: &[u32], threads: usize) {
         let (size, depth) = (self.depth * WIDTH, self.depth);
-        // Threads share panels: those of a part of the runs, which follow each other.
+        // Split by panel: within such a group, consecutive runs are in consecutive panels.
         for runs in runs.chunk_by(|run, next| next.panel == run.panel + 1) {
             let panels = self.words_mut()[runs[0].panel * size..].chunks_exact_mut(size);
             let mut work: Vec<_> = panels
@@ -110,11 +108,11 @@ impl Panels {
         }
     }
 
-    /// Writes the columns of `runs` side by side to `out`: [depth, columns] of float32, or twice as many
-    /// rows where a word is two numbers.
+    /// Writes the columns of `runs` side by side to `out`: [depth, columns], or twice as many rows
+    /// if a word holds two values.
     ///
     /// # Safety
-    /// `out` has room for them.
+    /// `out` must have room for them.
     pub(super) unsafe fn unpack(
         &self,
         runs: &[Columns],
@@ -145,13 +143,13 @@ impl Panels {
         }
     }
 
-    /// Writes a column of float32.
+    /// Reads a float32 column.
     pub(super) fn row(&self, panel: usize, lane: usize, x: &mut [f32]) {
         let column = self.panel(panel)[lane..].iter().step_by(WIDTH);
         x.iter_mut().zip(column).for_each(|(x, &word)| *x = f32::from_bits(word));
     }
 
-    /// Writes a column of pairs of bfloat16.
+    /// Reads a column of bfloat16 pairs as float32.
     pub(super) fn widened_row(&self, panel: usize, lane: usize, x: &mut [f32]) {
         let column = self.panel(panel)[lane..].iter().step_by(WIDTH);
         for (pair, &word) in x.chunks_mut(2).zip(column) {
@@ -163,7 +161,7 @@ impl Panels {
     }
 }
 
-/// Writes `rows` [columns, depth] to the columns of `panel` from `lane` on.
+/// Transposes `rows` [columns, depth] into the columns of `panel` from `lane` on.
 fn turn(panel: &mut [u32], lane: usize, rows: &[u32], depth: usize) {
     for start in (0..depth).step_by(TILE) {
         let end = (start + TILE).min(depth);
@@ -174,7 +172,7 @@ fn turn(panel: &mut [u32], lane: usize, rows: &[u32], depth: usize) {
     }
 }
 
-/// Does `work` on so many threads, this one among them.
+/// Runs `each` on the items of `work`, on up to `threads` threads including the current one.
 fn in_shares<T: Send>(work: &mut [T], threads: usize, each: impl Fn(&mut T) + Sync) {
     let share = work.len().div_ceil(threads.max(1)).max(1);
     let mut shares = work.chunks_mut(share);

@@ -1,4 +1,4 @@
-//! What `cpp/decode.h` declares, field by field.
+//! FFI declarations of `cpp/decode.h`, field by field.
 
 use std::ffi::c_void;
 
@@ -115,7 +115,7 @@ pub(super) struct Product {
     pub(super) scratch: *mut f32,
 }
 
-/// What `cpp/unpack.cpp` declares.
+/// FFI declarations of `cpp/unpack.cpp`.
 #[repr(C)]
 pub(super) struct Columns {
     pub(super) panel: i64,
@@ -123,7 +123,7 @@ pub(super) struct Columns {
     pub(super) count: i64,
 }
 
-/// What becomes of a row of words.
+/// How rows of words are unpacked.
 #[repr(i32)]
 pub(super) enum Unpack {
     Floats = 0,

@@ -1,11 +1,11 @@
-//! Memory that the kernels work in.
+//! Scratch memory of the kernels.
 
-/// A cache line of floats, for the alignment of whole vectors.
+/// A cache line of floats, for vector alignment.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug)]
 struct Line([f32; 16]);
 
-/// Memory of calls, kept between them: it grows to what the largest takes.
+/// Scratch memory kept between calls; it grows to the largest request.
 #[derive(Debug, Default)]
 pub(super) struct Scratch(Vec<Line>);
 

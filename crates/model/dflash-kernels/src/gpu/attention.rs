@@ -1,5 +1,5 @@
-//! The parts of an attention around its variable-length calls: their rows copied together, their
-//! results merged, their gradients added, each for all calls of a layer in one launch.
+//! Gather, merge and gradient sum around the variable-length attention calls of a layer; each
+//! handles all calls in one launch.
 
 use std::ptr::null_mut;
 
@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::launch::{Kernel, Launch, Moves, Runner, begins_at_multiple};
 use super::{Data, check_alike, check_float, data, empty, optional};
 
-/// Calls of one attention at most, that of the blocks themselves included: `kMostParts` of the source.
+/// Maximum attention calls per layer, including the blocks' own: `kMostParts` in the source.
 pub const MOST_PARTS: usize = 33;
 
 pub(super) const GATHER: Kernel = Kernel { name: "gather", threads: 128 };
@@ -21,7 +21,6 @@ fn check_index(tensors: &[&Tensor]) {
     }
 }
 
-/// `values` and nulls behind.
 fn padded<T: Copy>(values: impl IntoIterator<Item = T>, rest: T) -> [T; MOST_PARTS] {
     let mut all = [rest; MOST_PARTS];
     for (place, value) in all.iter_mut().zip(values) {
@@ -30,41 +29,41 @@ fn padded<T: Copy>(values: impl IntoIterator<Item = T>, rest: T) -> [T; MOST_PAR
     all
 }
 
-/// What is copied together.
+/// Arguments of a gather.
 #[derive(Debug)]
 pub struct Gather<'a> {
-    /// Up to three tensors of the slots, [slots, heads, D].
+    /// Up to three slot tensors, [slots, heads, D].
     pub slots: &'a [&'a Tensor],
     /// Log-sum-exp of the slots, [heads, slots], float32.
     pub lse: Option<&'a Tensor>,
     /// Slots to copy, int32.
     pub slot_list: &'a Tensor,
-    /// Where each call's begin in the list, and the list's length.
+    /// Start of each call's slots in the list, then the list's length.
     pub calls: &'a [i32],
     /// Keys and values of the context, [context, kv heads, D].
     pub context: [&'a Tensor; 2],
-    /// The blocks' own, [slots, kv heads, D].
+    /// The blocks' keys and values, [slots, kv heads, D].
     pub own: [&'a Tensor; 2],
-    /// Rows to copy, int32: those of the context, then the own ones, are counted on.
+    /// Key rows to copy, int32; the blocks' rows are numbered after those of the context.
     pub key_list: &'a Tensor,
 }
 
-/// Rows that were copied together.
+/// Gathered rows.
 #[derive(Debug)]
 pub struct Gathered {
     /// [listed slots, heads, D] each.
     pub slots: Vec<Tensor>,
-    /// For each call [heads, its slots], one behind the other.
+    /// Per call [heads, its slots], concatenated.
     pub lse: Option<Tensor>,
     /// [listed keys, kv heads, D] each.
     pub keys: [Tensor; 2],
 }
 
 impl Gathered {
-    /// Log-sum-exp [heads, length] of the call whose slots begin at `start` of the list.
+    /// Log-sum-exp [heads, length] of the call whose slots start at `start` of the list.
     ///
     /// # Panics
-    /// Where none was gathered: a bug of the caller.
+    /// If it was not gathered: a bug of the caller.
     pub fn lse_of(&self, start: i64, length: i64) -> Tensor {
         let lse = self.lse.as_ref().expect("the log-sum-exp was gathered");
         let heads = self.slots[0].size()[1];
@@ -98,7 +97,7 @@ pub(super) struct GatherArguments {
     first: [i32; MOST_PARTS + 1],
 }
 
-/// Elements from row to row of [rows, heads, D] whose rows are contiguous.
+/// Row stride of `x` [rows, heads, D], in elements; each row must be contiguous.
 fn row_stride(x: &Tensor) -> i64 {
     let (size, stride) = (x.size(), x.stride());
     let contiguous = size.len() == 3 && stride[2] == 1 && (size[1] == 1 || stride[1] == size[2]);
@@ -111,7 +110,7 @@ fn row_width(x: &Tensor) -> i64 {
 }
 
 impl Gather<'_> {
-    /// Copies.
+    /// Copies the rows.
     pub fn run(&self, runner: Runner) -> Gathered {
         let like = self.context[0];
         let (slot_rows, key_rows) = (self.slot_list.numel() as i64, self.key_list.numel() as i64);
@@ -159,7 +158,7 @@ impl Gather<'_> {
         }
     }
 
-    /// Bytes that a thread copies at once: all rows are whole numbers of them and begin at one.
+    /// Bytes that a thread copies at once; all rows are aligned to it and multiples of it.
     fn unit(&self, runner: Runner, from: &[&Tensor], gathered: &Gathered) -> i64 {
         let element = from[0].kind().elt_size_in_bytes();
         let fits = from
@@ -174,7 +173,7 @@ impl Gather<'_> {
         if fits { 16 } else { element as i64 }
     }
 
-    /// `several` elements are a unit.
+    /// `several` is the number of elements per copy unit.
     fn arguments(&self, gathered: &Gathered, several: i64) -> GatherArguments {
         let three = |get: &dyn Fn(usize) -> Data| {
             std::array::from_fn(|i| if i < self.slots.len() { get(i) } else { null_mut() })
@@ -209,7 +208,7 @@ impl Gather<'_> {
     }
 }
 
-/// One call's result.
+/// Result of one call.
 #[derive(Debug)]
 pub struct Part {
     /// [its slots, heads, D].
@@ -218,10 +217,11 @@ pub struct Part {
     pub lse: Tensor,
 }
 
-/// Where the slots stand in the calls. Call 0 has all slots as they are.
+/// Which slots take part in which calls. Call 0 has all slots in order.
 #[derive(Clone, Copy, Debug)]
 pub struct Places<'a> {
-    /// For each block and each further call the row of its first slot, or -1: [blocks, calls - 1], int32.
+    /// For each block and each call after call 0, the row of the block's first slot, or -1:
+    /// [blocks, calls - 1], int32.
     pub of_blocks: &'a Tensor,
     /// Slots of a block.
     pub block_size: i64,
@@ -243,7 +243,7 @@ pub(super) struct MergeArguments {
     block: i32,
 }
 
-/// The whole attention from its parts: output [slots, heads, D] and log-sum-exp [heads, slots].
+/// Merges the parts of an attention: output [slots, heads, D] and log-sum-exp [heads, slots].
 pub fn merge(runner: Runner, parts: &[Part], places: &Places<'_>) -> Part {
     let out = &parts[0].out;
     let (slots, heads, dim) = out.size3().expect("a part has rows, heads and their width");
@@ -290,25 +290,25 @@ pub fn merge(runner: Runner, parts: &[Part], places: &Places<'_>) -> Part {
     merged
 }
 
-/// One call's gradients.
+/// Gradients of one call.
 #[derive(Debug)]
 pub struct PartGradient {
     /// [its slots, heads, D].
     pub dq: Tensor,
     /// [its keys, kv heads, D].
     pub dk: Tensor,
-    /// As `dk`.
+    /// Same shape as `dk`.
     pub dv: Tensor,
 }
 
-/// Gradients of the whole attention, float32.
+/// Gradients of the merged attention, float32.
 #[derive(Debug)]
 pub struct Sums {
     /// [slots, heads, D].
     pub dq: Tensor,
-    /// [context + slots, kv heads, D]: rows of the context, then the blocks' own.
+    /// [context + slots, kv heads, D]: context rows, then the blocks'.
     pub dk: Tensor,
-    /// As `dk`.
+    /// Same shape as `dk`.
     pub dv: Tensor,
 }
 
@@ -331,8 +331,9 @@ pub(super) struct SumArguments {
     block: i32,
 }
 
-/// Adds up the gradients of all parts. Key row r is row `key_places[2 i + 1]` of part `key_places[2 i]`
-/// for every i from `key_first[r]` to `key_first[r + 1]`, added in this order; both int32.
+/// Sums the gradients of all parts. Key row r gets row `key_places[2i + 1]` of part
+/// `key_places[2i]` for i from `key_first[r]` to `key_first[r + 1]`, in this order; both lists are
+/// int32.
 pub fn sum(
     runner: Runner,
     parts: &[PartGradient],

@@ -1,4 +1,4 @@
-//! Heads of projected rows: their norms, their rotation, and where keys and values go.
+//! Head norms, rotation, and the destination of keys and values.
 
 use std::ptr::null_mut;
 
@@ -22,9 +22,9 @@ pub struct HeadNorms<'a> {
     pub key: &'a Tensor,
     /// Added to the mean of squares.
     pub eps: f64,
-    /// Of the rows' positions, [N, D / 2], float32.
+    /// Table for the rows' positions, [N, D / 2], float32.
     pub cosine: &'a Tensor,
-    /// As `cosine`.
+    /// Same shape as `cosine`.
     pub sine: &'a Tensor,
 }
 
@@ -47,25 +47,25 @@ impl HeadNorms<'_> {
     }
 }
 
-/// What becomes of heads outside of training: norms where there are any, and the rotation.
+/// Head norms (optional) and rotation, for passes outside training.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadTurn<'a> {
-    /// Weights `[D]` of the queries' norm and of the keys'; of queries none where the rows hold none.
+    /// Query and key norm weights `[D]`; no query norm if the rows hold no queries.
     pub norms: Option<(Option<&'a Tensor>, &'a Tensor)>,
     /// Added to the mean of squares.
     pub eps: f64,
-    /// Of the rows' positions, [N, D / 2], float32.
+    /// Table for the rows' positions, [N, D / 2], float32.
     pub cosine: &'a Tensor,
-    /// As `cosine`.
+    /// Same shape as `cosine`.
     pub sine: &'a Tensor,
 }
 
-/// Where keys and values [N, kv heads, D] go, whose heads' elements lie side by side: the rows of a cache.
+/// Destination of keys and values [N, kv heads, D], contiguous in D: rows of a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyRoom<'a> {
-    /// Normed and turned.
+    /// Gets normed and rotated keys.
     pub key: &'a Tensor,
-    /// As they are; `None` leaves them where they are.
+    /// Gets the values; `None` leaves them in `x`.
     pub value: Option<&'a Tensor>,
 }
 
@@ -92,8 +92,8 @@ pub(super) struct Heads {
     eps: f32,
 }
 
-/// Normed and turned queries [N, heads, D] and keys [N, kv heads, D] of `x` [N, (heads + 2 kv heads) *
-/// D], queries, keys and values side by side (rows may be part of wider rows).
+/// Normed and rotated queries [N, heads, D] and keys [N, kv heads, D] of `x` [N, (heads + 2 kv
+/// heads) * D], which holds queries, keys and values (rows may be part of wider rows).
 pub fn heads(
     runner: Runner,
     x: &Tensor,
@@ -109,7 +109,7 @@ pub fn heads(
     (query, key)
 }
 
-/// The same with keys, and values too, written to `room`; returns the queries, where the rows hold any.
+/// [`heads`] that writes keys and values to `room`; returns the queries, if the rows hold any.
 pub fn heads_to(
     runner: Runner,
     x: &Tensor,
@@ -175,7 +175,7 @@ pub fn heads_to(
     query
 }
 
-/// Strides of rows and of heads of `room`, for rows of `heads` [N, kv heads, D] of the kind of `x`.
+/// Row and head strides of `room`, for `heads` [N, kv heads, D] of the type of `x`.
 fn room_strides(room: &Tensor, x: &Tensor, heads: [i64; 3]) -> (i64, i64) {
     let (size, stride) = (room.size(), room.stride());
     assert!(size == heads && room.kind() == x.kind(), "a room of {size:?} for {heads:?}");
@@ -203,19 +203,19 @@ pub(super) struct HeadsBackward {
     eps: f32,
 }
 
-/// Gradients of what [`heads`] gives and of the values, float32: [N, heads, D], [N, kv heads, D].
+/// Gradients of the outputs of [`heads`] and of the values, float32.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadGradients<'a> {
-    /// Of the queries, where the rows hold any.
+    /// Shape [N, heads, D]; `None` if the rows hold no queries.
     pub query: Option<&'a Tensor>,
-    /// Of the keys.
+    /// Shape [N, kv heads, D].
     pub key: &'a Tensor,
-    /// Of the values.
+    /// Shape [N, kv heads, D].
     pub value: &'a Tensor,
 }
 
-/// Puts the gradient of raw rows in their place: `x` as [`heads`] takes it. The weights' gradients are
-/// added to `dweights`, queries' and keys'.
+/// Overwrites the input `x` of [`heads`] with its gradient. The query and key norm gradients are
+/// added to `dweights`.
 pub fn heads_backward(
     runner: Runner,
     x: &Tensor,

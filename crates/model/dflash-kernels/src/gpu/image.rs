@@ -1,5 +1,5 @@
-//! The kernels as machine code: compiled for a GPU when a process first needs it, kept in the user's
-//! cache, loaded once a process.
+//! The kernels as machine code: compiled on first use, cached in the user's cache directory, loaded
+//! once per process.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
@@ -14,13 +14,12 @@ use sha2::{Digest, Sha256};
 use super::launch::Size;
 use super::nvrtc::Nvrtc;
 
-/// The kernels, as text.
 const SOURCE: &str = include_str!("../../cuda/kernels.cu");
 
-/// Bytes of shared memory that a kernel has without asking.
+/// Shared memory in bytes that needs no opt-in.
 const SHARED_UNASKED: usize = 48 << 10;
 
-/// Loaded kernels of a GPU; `None` where there are none, which was said.
+/// Loaded kernels per GPU; `None` if they are not available, after a warning.
 static LOADED: Mutex<BTreeMap<usize, Option<Arc<Image>>>> = Mutex::new(BTreeMap::new());
 
 struct Image {
@@ -32,15 +31,15 @@ struct Image {
 #[derive(Clone, Copy)]
 struct Function(CUfunction);
 
-// SAFETY: handles of the driver, which any thread may use; the image stays loaded to the end.
+// SAFETY: driver handles may be used from any thread; the image stays loaded until exit.
 unsafe impl Send for Image {}
 // SAFETY: as above.
 unsafe impl Sync for Image {}
 // SAFETY: as above.
 unsafe impl Send for Function {}
 
-/// Whether the GPU `index` has the kernels. The first call compiles or loads them; why there are none
-/// is said once, as a warning.
+/// Whether the GPU `index` can run the kernels. The first call compiles or loads them, and warns
+/// once if that fails.
 pub(crate) fn usable(index: usize) -> bool {
     loaded(index).is_some()
 }
@@ -60,13 +59,14 @@ fn loaded(index: usize) -> Option<Arc<Image>> {
     image.clone()
 }
 
-/// Starts the kernel `name` on the GPU `index`, on libtorch's current stream.
+/// Launches the kernel `name` on the GPU `index`, on libtorch's current stream.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 ///
 /// # Safety
-/// `arguments` is the kernel's struct, whose pointers are good until the stream has come past it.
+/// `arguments` must point to the kernel's struct, whose pointers stay valid until the stream has
+/// executed the launch.
 pub(super) unsafe fn launch(
     index: usize,
     name: (&'static str, &'static str),
@@ -75,10 +75,10 @@ pub(super) unsafe fn launch(
 ) -> Result<(), Error> {
     let image = loaded(index).expect("the kernels were asked for before");
     let stream = current_stream(index)?;
-    // Another GPU's may be current on this thread.
+    // Another GPU may be current on this thread.
     image.context.bind_to_thread().map_err(driver("use the GPU"))?;
     let function = image.function(name, size.shared)?;
-    // SAFETY: the caller's; a function of a loaded module.
+    // SAFETY: guaranteed by the caller; a function of a loaded module.
     unsafe {
         result::launch_kernel(
             function,
@@ -94,7 +94,7 @@ pub(super) unsafe fn launch(
 
 impl Image {
     fn load(index: usize) -> Result<Self, Error> {
-        // cudarc panics without it.
+        // cudarc panics if the library is missing.
         open_library(c"libcuda.so.1", libc::RTLD_NOW)
             .map_err(|message| Error::Torch { operation: "open the driver", message })?;
         let context = CudaContext::new(index).map_err(driver("use the GPU"))?;
@@ -104,7 +104,7 @@ impl Image {
         let (image, kept) = compiled.image(&nvrtc)?;
         let module = match load_module(&image) {
             Err(error) if kept => {
-                tracing::debug!("the kept kernels do not load, and are compiled anew: {error}");
+                tracing::debug!("the cached kernels do not load and are recompiled: {error}");
                 load_module(&compiled.compile(&nvrtc)?)?
             }
             outcome => outcome?,
@@ -135,7 +135,7 @@ impl Image {
     fn find(&self, (name, instance): (&str, &str)) -> Result<CUfunction, Error> {
         let symbol =
             CString::new(format!("dflash_gpu_{name}{instance}")).expect("names have no NUL");
-        // SAFETY: a loaded module, a text that ends with NUL.
+        // SAFETY: a loaded module and a NUL-terminated name.
         unsafe { result::module::get_function(self.module, symbol) }
             .map_err(driver("find a kernel"))
     }
@@ -143,8 +143,8 @@ impl Image {
 
 /// Loads machine code into the current context.
 fn load_module(image: &[u8]) -> Result<CUmodule, Error> {
-    // SAFETY: the driver checks what it is given, and reads no further than the code's own header
-    // says, which the digest in its name vouches for.
+    // SAFETY: the driver validates the image and reads no further than its header says; the digest
+    // in its file name vouches for it.
     unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(driver("load the kernels"))
 }
 
@@ -152,16 +152,16 @@ fn driver(operation: &'static str) -> impl Fn(cudarc::driver::DriverError) -> Er
     move |error| Error::Torch { operation, message: error.to_string() }
 }
 
-/// The kernels for one architecture, and where they are kept.
+/// The kernels for one architecture, and where they are cached.
 struct Compiled {
     /// Such as `sm_90`.
     architecture: String,
-    /// `None` where the user has no directory for it.
+    /// `None` if the user has no cache directory.
     cache: Option<PathBuf>,
 }
 
 impl Compiled {
-    /// The machine code, and whether it was kept from an earlier start.
+    /// The machine code, and whether it came from the cache.
     fn image(&self, nvrtc: &Nvrtc) -> Result<(Vec<u8>, bool), Error> {
         let path = self.path(&nvrtc.version()?);
         match path.as_deref().and_then(read) {
@@ -170,7 +170,7 @@ impl Compiled {
         }
     }
 
-    /// Compiles, and keeps what comes of it.
+    /// Compiles, and writes the cache.
     fn compile(&self, nvrtc: &Nvrtc) -> Result<Vec<u8>, Error> {
         let source = CString::new(SOURCE).expect("a source has no NUL");
         let image = nvrtc.compile(&source, &self.architecture)?;
@@ -182,7 +182,7 @@ impl Compiled {
         Ok(image)
     }
 
-    /// Its name holds all that the code depends on.
+    /// The file name digests everything that the code depends on.
     fn path(&self, version: &str) -> Option<PathBuf> {
         let mut digest = Sha256::new();
         for part in [SOURCE, &self.architecture, version] {
@@ -203,7 +203,7 @@ fn cache_dir() -> Option<PathBuf> {
     directory("XDG_CACHE_HOME").or_else(|| directory("HOME").map(|home| home.join(".cache")))
 }
 
-/// A kept image: the digest of the code, then the code. `None` where there is none, or a damaged one.
+/// Reads a cached image: the digest of the code, then the code. `None` if absent or damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let file = std::fs::read(path).ok()?;
     let (digest, image) = file.split_at_checked(DIGEST)?;
@@ -246,8 +246,8 @@ mod tests {
         assert_eq!(read(&path), None);
     }
 
-    /// Where NVRTC lies on this machine it compiles the kernels, GPU or not, for each architecture
-    /// that flash attention takes; where it does not, what is said names it.
+    /// If NVRTC is installed it compiles the kernels, with or without a GPU, for each architecture
+    /// that flash attention supports; otherwise the error names it.
     #[test]
     fn the_kernels_compile_and_are_compiled_once() {
         let nvrtc = match Nvrtc::find() {

@@ -1,5 +1,5 @@
-//! Starts a kernel of `cuda/kernels.cu` on a GPU, in the CPU emulation, or only records it on the
-//! fake GPU, always with the same name, size and argument struct.
+//! Runs a kernel of `cuda/kernels.cu` on a GPU or in the CPU emulation, or only records it on the
+//! fake GPU; name, size and argument struct are the same in all cases.
 
 use std::ffi::{CString, c_char, c_void};
 
@@ -25,9 +25,9 @@ unsafe extern "C" {
 /// Where the kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Runner {
-    /// On the GPU of this number, behind what libtorch put on its current stream.
+    /// On the GPU with this index, on libtorch's current stream.
     Gpu(usize),
-    /// On CPU tensors, thread by thread: slow, for tests.
+    /// On CPU tensors, emulated thread by thread; slow, for tests.
     Emulation,
 }
 
@@ -45,33 +45,33 @@ impl Runner {
     }
 }
 
-/// A kernel and the threads of a block. The names are those of `DFLASH_KERNELS` in the source.
+/// A kernel and its threads per block. Names are those of `DFLASH_KERNELS` in the source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernel {
     pub(super) name: &'static str,
     pub(super) threads: u32,
 }
 
-/// A kernel with all that a launch of it takes but its struct.
+/// Everything for a launch except the argument struct.
 #[derive(Debug)]
 pub(super) struct Launch<'a> {
     pub(super) kernel: Kernel,
-    /// Which of the kernel's instances, [`Moves::instance`].
+    /// Name suffix of the instance, [`Moves::instance`].
     pub(super) instance: &'static str,
     pub(super) blocks: i64,
-    /// Floats that the threads of a block share.
+    /// Shared memory per block, in floats.
     pub(super) shared: i64,
-    /// All tensors that it reads, and all that it writes or changes.
+    /// All tensors that the kernel reads, and all that it writes.
     pub(super) reads: &'a [&'a Tensor],
     pub(super) writes: &'a [&'a Tensor],
 }
 
 impl Launch<'_> {
-    /// Starts it. `arguments` makes the kernel's struct; where the CUDA device is fake there are no
-    /// pointers, and it is not called.
+    /// Launches the kernel. `arguments` builds the argument struct; it is not called on a fake GPU,
+    /// which has no pointers.
     ///
     /// # Panics
-    /// Where the driver refuses the launch, as tch does where libtorch fails.
+    /// If the driver refuses the launch, as tch does on libtorch errors.
     pub(super) fn run<A: Copy>(&self, runner: Runner, arguments: impl FnOnce() -> A) {
         let all = || self.reads.iter().chain(self.writes);
         let name = self.kernel.name;
@@ -87,8 +87,8 @@ impl Launch<'_> {
         let size = Size { blocks, threads: self.kernel.threads, shared };
         let mut arguments = arguments();
         let place = (&raw mut arguments).cast::<c_void>();
-        // SAFETY: the struct is the kernel's, and what it points to is alive and large enough: its
-        // maker in `gpu.rs` has checked that.
+        // SAFETY: the struct is the kernel's, and its pointers are live and large enough, as its
+        // builder in `gpu.rs` has checked.
         let outcome = unsafe {
             match runner {
                 Runner::Gpu(index) => image::launch(index, (name, self.instance), size, place)
@@ -102,7 +102,7 @@ impl Launch<'_> {
     }
 }
 
-/// Blocks, threads of each, bytes that these share.
+/// Blocks, threads per block, shared bytes per block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Size {
     pub(super) blocks: u32,
@@ -111,7 +111,7 @@ pub(super) struct Size {
 }
 
 /// # Safety
-/// `arguments` is the kernel's struct, whose pointers are good.
+/// `arguments` must point to the kernel's struct with valid pointers.
 unsafe fn emulate(
     name: &str,
     size: Size,
@@ -120,23 +120,23 @@ unsafe fn emulate(
 ) -> Result<(), String> {
     let name = CString::new(name).expect("names have no NUL");
     let Size { blocks, threads, shared } = size;
-    // SAFETY: the caller's; the name ends with NUL.
+    // SAFETY: guaranteed by the caller; the name is NUL-terminated.
     let failure =
         unsafe { dflash_emulate(name.as_ptr(), blocks, threads, shared, arguments, bytes) };
     failure.message().map_or(Ok(()), Err)
 }
 
-/// How many bytes a thread of a kernel moves at once at most.
+/// Largest unit that a thread of the kernel moves at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Moves {
     Sixteen,
-    /// Two elements: halves of a head.
+    /// Two elements: the two halves of a head.
     Pair,
 }
 
 impl Moves {
-    /// The instance of a kernel for tensors of `kind`: several elements at once where `sizes`, in
-    /// elements, are multiples of them and all `tensors` begin at one.
+    /// The kernel's instance for `kind`. It moves several elements at once if `sizes`, in elements,
+    /// are multiples and all `tensors` are aligned.
     pub(super) fn instance(
         self,
         runner: Runner,
@@ -163,18 +163,18 @@ impl Moves {
     }
 }
 
-/// Whether `x` begins at a multiple of `elements`. A fake tensor has no address, and is taken to.
+/// Whether `x` is aligned to `elements`. Fake tensors have no address and count as aligned.
 pub(super) fn begins_at_multiple(runner: Runner, x: &Tensor, elements: usize) -> bool {
     let bytes = elements * x.kind().elt_size_in_bytes();
     runner.is_fake_cuda() || (x.data_ptr() as usize).is_multiple_of(bytes)
 }
 
-/// Names and bytes of the structs of all kernels that the source has.
+/// Name and struct size of every kernel in the source.
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<(String, usize)> {
     let mut all = Vec::new();
     let mut bytes = 0;
-    // SAFETY: null, or a static text.
+    // SAFETY: null, or a static string.
     unsafe {
         loop {
             let name = dflash_emulated_kernel(all.len(), &mut bytes);
@@ -192,7 +192,7 @@ mod tests {
 
     fn run<A: Copy>(name: &str, threads: u32, mut arguments: A) -> Result<(), String> {
         let size = Size { blocks: 1, threads, shared: 4096 };
-        // SAFETY: each is refused before its struct is read.
+        // SAFETY: the call is refused before the struct is read.
         unsafe { emulate(name, size, (&raw mut arguments).cast(), size_of::<A>()) }
     }
 

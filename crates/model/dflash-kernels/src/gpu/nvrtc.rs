@@ -1,7 +1,7 @@
-//! NVIDIA's compiler for GPUs as a library, opened where it lies.
+//! NVIDIA's runtime compiler, loaded dynamically.
 //!
-//! cudarc has its functions too, but its loader never tries the names that pip's packages have,
-//! `libnvrtc.so.13` for one, nor the directory where they are.
+//! cudarc wraps it too, but its loader tries neither the names used by pip packages, such as
+//! `libnvrtc.so.13`, nor their directory.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -13,13 +13,13 @@ use dflash_torch_sys::{Error, function, libtorch_dir, open_library};
 type Status = c_int;
 type Program = *mut c_void;
 
-/// Names under which the loader may know it.
+/// Names for the dynamic loader's search path.
 const NAMES: [&CStr; 3] = [c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so"];
 
-/// Where pip's packages put it, from the directory of libtorch on.
+/// Directories of the pip packages, relative to libtorch's.
 const BESIDE: [&str; 3] = [".", "../../nvidia/cu13/lib", "../../nvidia/cuda_nvrtc/lib"];
 
-/// What the file is called, and the one that it opens itself, by name alone.
+/// File name prefixes of the library and of its companion, which it opens by name.
 const FILE: &str = "libnvrtc.so.";
 const BUILTINS: &str = "libnvrtc-builtins.so.";
 
@@ -43,7 +43,7 @@ pub(super) struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Opens the one beside libtorch, or else the loader's.
+    /// Opens the one installed with libtorch, or else the system's.
     ///
     /// # Errors
     /// [`Error::NoNvrtc`].
@@ -62,7 +62,7 @@ impl Nvrtc {
 
     fn of(handle: *mut c_void) -> Result<Self, Error> {
         let absent = |reason| Error::NoNvrtc { reason };
-        // SAFETY: the fields have the types that nvrtc.h gives the symbols.
+        // SAFETY: the field types match the declarations in nvrtc.h.
         unsafe {
             Ok(Self {
                 version: function(handle, c"nvrtcVersion").map_err(absent)?,
@@ -78,27 +78,27 @@ impl Nvrtc {
         }
     }
 
-    /// Such as `13.0`.
+    /// The version, such as `13.0`.
     pub(super) fn version(&self) -> Result<String, Error> {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: two locals.
+        // SAFETY: pointers to two locals.
         self.check("ask for the version", unsafe { (self.version)(&mut major, &mut minor) })?;
         Ok(format!("{major}.{minor}"))
     }
 
-    /// The machine code of `source` for `architecture`, such as `sm_90`.
+    /// Compiles `source` for `architecture`, such as `sm_90`.
     ///
     /// # Errors
-    /// [`Error::Compile`], with what the compiler says.
+    /// [`Error::Compile`], with the compiler's log.
     pub(super) fn compile(&self, source: &CStr, architecture: &str) -> Result<Vec<u8>, Error> {
         let mut program = std::ptr::null_mut();
-        // SAFETY: texts that end with NUL; no headers.
+        // SAFETY: NUL-terminated strings; no headers.
         self.check("begin", unsafe {
             let name = c"kernels.cu".as_ptr();
             (self.create)(&mut program, source.as_ptr(), name, 0, null(), null())
         })?;
         let image = self.build(program, architecture);
-        // SAFETY: a program of this library, given up once.
+        // SAFETY: a program of this library, destroyed once.
         unsafe { (self.destroy)(&mut program) };
         image
     }
@@ -107,7 +107,7 @@ impl Nvrtc {
         let architecture = CString::new(format!("--gpu-architecture={architecture}"))
             .expect("the name of an architecture has no NUL");
         let options = [architecture.as_ptr(), c"--std=c++17".as_ptr()];
-        // SAFETY: a live program; texts that end with NUL.
+        // SAFETY: a live program; NUL-terminated strings.
         let status = unsafe { (self.compile)(program, options.len() as c_int, options.as_ptr()) };
         if status != 0 {
             let log = self.bytes(program, self.log_size, self.log).unwrap_or_default();
@@ -124,7 +124,7 @@ impl Nvrtc {
         get: unsafe extern "C" fn(Program, *mut c_char) -> Status,
     ) -> Result<Vec<u8>, Error> {
         let mut length = 0;
-        // SAFETY: a live program, and as many bytes as it asks for.
+        // SAFETY: a live program and a buffer of the size it asks for.
         unsafe {
             self.check("ask for the result's size", size(program, &mut length))?;
             let mut bytes = vec![0; length];
@@ -141,23 +141,23 @@ impl Nvrtc {
     }
 
     fn text(&self, status: Status) -> String {
-        // SAFETY: NVRTC returns a static text for every status.
+        // SAFETY: NVRTC returns a static string for every status.
         unsafe { CStr::from_ptr((self.error_string)(status)) }.to_string_lossy().into_owned()
     }
 }
 
-/// The library in one of the places beside libtorch. The one that it opens itself is opened here:
-/// later it is found by its name.
+/// The library's path near libtorch. Also opens its companion, which the library later looks up by
+/// name.
 fn beside(torch: &Path) -> Option<CString> {
     let dir = BESIDE.iter().map(|place| torch.join(place)).find(|dir| file(dir, FILE).is_some())?;
     if let Some(builtins) = file(&dir, BUILTINS).and_then(text) {
-        // Where it fails, NVRTC says so when it compiles.
+        // If this fails, NVRTC reports it when it compiles.
         let _ = open_library(&builtins, libc::RTLD_NOW | libc::RTLD_GLOBAL);
     }
     file(&dir, FILE).and_then(text)
 }
 
-/// The first file in `dir` whose name begins with `start`.
+/// The first file in `dir` whose name starts with `start`.
 fn file(dir: &Path, start: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(dir).ok()?;
     let begins = |path: &PathBuf| {

@@ -1,9 +1,9 @@
-//! Products of half precision into a float32 sum.
+//! Half-precision matrix products accumulated in float32.
 
 use dflash_torch_sys::ffi::{self, Failure, RawTensor};
 use tch::{Kind, Tensor};
 
-// In `cpp/device.cpp` of the bindings.
+// Defined in `cpp/device.cpp` of the bindings.
 unsafe extern "C" {
     fn dflash_add_product(
         sum: *const RawTensor,
@@ -12,11 +12,11 @@ unsafe extern "C" {
     ) -> Failure;
 }
 
-/// `sum += left right`, for a float32 `sum` and factors in half precision on a GPU: the product is added
-/// up in float32 and never rounded, in one call.
+/// `sum += left right` for a float32 `sum` and half-precision factors on a GPU: accumulated in
+/// float32 without rounding, in one call.
 ///
 /// # Panics
-/// Where libtorch refuses it, as tch does: tensors that are not on a GPU, for one.
+/// If libtorch refuses the call, as tch does: tensors that are not on a GPU, for example.
 pub fn add_product(sum: &Tensor, left: &Tensor, right: &Tensor) {
     assert!(sum.kind() == Kind::Float && left.kind() == right.kind());
     let raw = |x: &Tensor| x.as_ptr().cast::<std::ffi::c_void>();
@@ -31,7 +31,7 @@ mod tests {
 
     use super::*;
 
-    /// It gets as far as libtorch's dispatcher, which has the operator for GPUs alone.
+    /// The call reaches libtorch's dispatcher, which has this operator only for GPUs.
     #[test]
     fn a_cpu_refuses_it_by_name() {
         let refused = std::panic::catch_unwind(|| {

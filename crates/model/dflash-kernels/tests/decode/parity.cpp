@@ -1,8 +1,9 @@
-// Compares the few-row passes of every level that this processor has with the same arithmetic written
-// out in double precision, and with themselves: neither threads nor company change a bit.
+// Compares the few-row passes of every level that this processor supports with the same arithmetic
+// in double precision, and with themselves: neither the number of threads nor other sequences may
+// change a bit.
 //
-// Prints a line for each level, `skipped: LEVEL ...` for one that the processor lacks, and what differs; the
-// exit status is 1 where something does. The argument `short` leaves out most shapes, for an emulator.
+// Prints a line per level, `skipped: LEVEL ...` for unsupported ones, and all differences; the exit
+// status is 1 if there are any. The argument `short` omits most shapes, for an emulator.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -13,8 +14,8 @@
 
 #include "decode.h"
 
-// In place of the team's: no thread is ever late, and the team is dissolved at the meeting whose number
-// `late` holds, if any.
+// Replaces the team's barrier: no thread is ever late, and the team is dissolved at the meeting
+// whose number `late` holds, if any.
 int64_t dflash_barrier_wait(DflashBarrier* barrier) {
   if (barrier->threads == 1) return 1;
   const uint32_t turn = __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE);
@@ -69,12 +70,12 @@ Floats random_floats(int64_t count, float scale, float offset = 0.0f) {
   return x;
 }
 
-// A matrix [depth][outputs] of numbers that bfloat16 holds, and as the kernels take it.
+// A matrix [depth][outputs] of numbers exact in bfloat16, together with its packed form.
 struct Matrix {
   int64_t depth, outputs;
   Floats weights;
   std::vector<uint32_t> floats, pairs;
-  // Where gate and up share panels, 16 columns of each half make one.
+  // If gate and up share panels, 16 columns of each form one.
   Matrix(int64_t depth, int64_t outputs, bool gated = false) : depth(depth), outputs(outputs) {
     weights = random_floats(depth * outputs, 1.5f / std::sqrt(static_cast<float>(depth)));
     for (float& w : weights) w = to_bfloat16(w);
@@ -133,7 +134,7 @@ struct Weights {
   Floats qkv_bias, output_bias, gate_up_bias, down_bias, input_norm, post_norm, query_norm, key_norm;
 };
 
-// Biases are as wide as their panels, gate and up 16 columns each in turn.
+// Biases are padded to their panels, with 16 columns of gate and up alternating.
 Floats padded(const Floats& bias) {
   Floats out(bias);
   out.resize((bias.size() + 31) / 32 * 32);
@@ -154,7 +155,7 @@ struct Cache {
   Cache(const Case& c, int64_t positions) : positions(positions) {
     key_stride = (positions + 63 + 32) / 32 * 32 + 16;
     value_stride = (c.head_dim + 31) / 32 * 32;
-    // What nobody has written must not be read.
+    // Values never written must not be read.
     for (int64_t layer = 0; layer < c.layers; ++layer) {
       keys.emplace_back(c.kv_heads * c.head_dim * key_stride, NAN);
       values.emplace_back(c.kv_heads * positions * value_stride, NAN);
@@ -199,7 +200,7 @@ struct Model {
         sine.push_back(std::sin(angle));
       }
   }
-  // A head normed and rotated, in place.
+  // Normalises and rotates a head in place.
   void rotate(double* x, const Floats& norm, int64_t position) const {
     const int64_t half = c.head_dim / 2;
     Doubles y(x, x + c.head_dim);
@@ -274,11 +275,12 @@ std::vector<Doubles> reference(const Model& m, History& history, const Floats& r
   return x;
 }
 
-// Runs one function on so many threads that meet, until the meeting `dissolved` if not 0.
+// Runs a function on this many threads, which meet at barriers; at meeting `dissolved`, if not 0,
+// the team is dissolved.
 template <typename Work, typename Scratch>
 void run(void (*function)(const Work*, int64_t, int64_t, DflashBarrier*), Work work, int64_t threads,
          Scratch size, uint32_t dissolved = 0) {
-  // Nobody may rely on what an earlier call left; a team may be smaller than what memory was asked for.
+  // Scratch may contain anything, and may have been sized for a larger team.
   const int64_t floats = size(&work, threads + 1);
   Floats memory(floats + 32, NAN);
   work.scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
@@ -377,7 +379,7 @@ double tolerance_of(const Level& level, DflashProducts products) {
   return products == kBfloat16 && std::string(level.name) == "avx512bf16" ? 0.05 : 2e-5;
 }
 
-// A sequence that grows by prompts, blocks and tokens, alone and in company.
+// A sequence that grows by prompts, blocks and tokens, alone and together with others.
 void check_pass(const Level& level, const Case& c, DflashProducts products, int64_t prompt) {
   const int64_t positions = prompt + 90;
   state = 7;
@@ -410,7 +412,7 @@ void check_pass(const Level& level, const Case& c, DflashProducts products, int6
           pass(level, m, products, {{&again, start, rows}}, x, 0, 3, dissolved);
       same(what("dissolved", rows, start).c_str(), left.x.data(), found.x.data(), x.size());
     }
-    // One row after the other, where they do not see each other.
+    // One row at a time, if rows do not see each other.
     if (c.causal && rows <= 8) {
       Cache single = before;
       for (int64_t r = 0; r < rows; ++r) {
@@ -419,7 +421,7 @@ void check_pass(const Level& level, const Case& c, DflashProducts products, int6
         same(what("alone", rows, start).c_str(), alone.x.data(), &found.x[r * c.hidden], c.hidden);
       }
     }
-    // In company of another sequence, and its first rows unread.
+    // Together with another sequence, and with its first rows' results unused.
     for (int64_t threads : {1, 3}) {
       Cache again = before;
       Floats both = random_floats(5 * c.hidden, 1.0f);
@@ -440,7 +442,7 @@ void check_pass(const Level& level, const Case& c, DflashProducts products, int6
   }
 }
 
-// Context: what a pass over the features' rows writes is what the layers' own products would.
+// Context: a pass over the features' rows writes the same as the layers' own matmuls.
 void check_context(const Level& level, const Case& c, DflashProducts products) {
   state = 11;
   const int64_t positions = 140;
@@ -449,7 +451,7 @@ void check_context(const Level& level, const Case& c, DflashProducts products) {
     const Floats x = random_floats(rows * m.fc.depth, 1.0f);
     const Raw raw(m, products);
     Floats first;
-    // With three threads all go on, or the team is dissolved at one of their meetings.
+    // With three threads, all continue, or the team is dissolved at one of their meetings.
     for (uint32_t way = 0; way < 6; ++way) {
       const int64_t threads = way == 0 ? 1 : 3;
       Cache cache(c, positions);
@@ -499,7 +501,7 @@ void check_head(const Level& level, DflashProducts products, bool is_short) {
         const Floats x = random_floats(rows * depth, 1.0f), norm = random_floats(depth, 0.2f, 1.0f);
         Floats first;
         std::vector<int64_t> first_best;
-        // With three threads all go on, or the team is dissolved at the first or second meeting.
+        // Three threads: all continue, or the team is dissolved at the first or second meeting.
         for (uint32_t way = 0; way < 4; ++way) {
           const int64_t threads = way == 0 ? 1 : 3;
           Floats logits(rows * outputs);

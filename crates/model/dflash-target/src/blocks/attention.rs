@@ -1,4 +1,4 @@
-//! Attention of a layer: projections, norms of heads, rotation, and what the scores are made of.
+//! Attention of a layer: projections, head norms, rotation, score options.
 //!
 //! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
 
@@ -17,7 +17,7 @@ use crate::layer::{Memory, Pass, Projected, RmsNorm};
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
-/// Numbers of heads and their width.
+/// Number and size of heads.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Heads {
@@ -27,7 +27,7 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    /// What ranks divide among themselves.
+    /// The sizes that tensor parallelism divides.
     pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         vec![
             Divisible::new("num_attention_heads", self.query),
@@ -35,26 +35,26 @@ impl Heads {
         ]
     }
 
-    /// Those of a rank: its share of the query heads, and the key heads that they read.
+    /// A rank's heads: its share of the query heads, and the key heads that they read.
     pub(crate) fn own(self, shard: &Shard) -> Self {
         let keys = shard.own_keys(self.key);
         Self { query: shard.share(self.query), key: keys.end - keys.start, dim: self.dim }
     }
 
-    /// What a projection to keys or to values puts out.
+    /// Outputs of a key or value projection.
     pub(crate) fn keys(self) -> Outputs {
         Outputs::KeyHeads { heads: self.key, dim: self.dim }
     }
 
-    /// What a projection to queries puts out.
+    /// Outputs of a query projection.
     pub(crate) fn queries(self) -> Outputs {
         Outputs::Even(self.query_size())
     }
 
-    /// What config.json says, or `default`, which a family's class may have.
+    /// Reads config.json; absent keys take the family's `default`, if any.
     ///
     /// # Errors
-    /// A number that is missing, or that does not divide another.
+    /// A number that is missing, or is not divisible as required.
     pub(crate) fn read(text: &Fields, default: Option<Self>) -> Result<Self> {
         let hidden = text.required("hidden_size", Fields::size)?;
         let query = match default {
@@ -80,17 +80,17 @@ impl Heads {
         self.key * self.dim
     }
 
-    /// Elements of the four projections, for `hidden` numbers a token.
+    /// Elements of the four projections for a `hidden` size.
     pub(crate) fn elements(self, hidden: i64) -> f64 {
         (hidden * (2 * self.query_size() + 2 * self.key_size())) as f64
     }
 
-    /// Operations for a token and one that it sees.
+    /// Operations per query-key pair.
     pub(crate) fn pair_flops(self) -> f64 {
         4.0 * self.query_size() as f64
     }
 
-    /// Numbers that a token takes around attention, beside two residual streams.
+    /// Activation elements per token around attention, including two residual streams.
     pub(crate) fn widest(self, hidden: i64) -> f64 {
         (2 * hidden + 3 * self.query_size() + 3 * self.key_size()) as f64
     }
@@ -100,21 +100,21 @@ impl Heads {
 #[derive(Debug)]
 pub(crate) enum HeadNorms {
     None,
-    /// Of each head, before the rotation.
+    /// Per head, before the rotation.
     Each {
         query: RmsNorm,
         key: RmsNorm,
     },
-    /// Of all heads of a token together, before the rotation.
+    /// Over all heads of a token, before the rotation.
     Together(TogetherNorms),
-    /// Of each head without a weight, after the rotation.
+    /// Per head without a weight, after the rotation.
     Plain {
         eps: f64,
     },
 }
 
 impl HeadNorms {
-    /// `q_norm` and `k_norm` in `module`, over each head.
+    /// `q_norm` and `k_norm` in `module`, per head.
     pub(crate) fn each(init: &Init, module: &str, dim: i64, config: &TargetConfig) -> Result<Self> {
         let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), dim, config);
         Ok(Self::Each { query: norm("q_norm")?, key: norm("k_norm")? })
@@ -148,19 +148,19 @@ impl HeadNorms {
     }
 }
 
-/// Norms over all query heads of a token and over all its key heads, of which a rank may have some.
+/// Norms over all query heads and over all key heads of a token, which may be sharded.
 #[derive(Debug)]
 pub(crate) struct TogetherNorms {
-    /// Of the rank's own heads.
+    /// Weights of the rank's own heads.
     query: RmsNorm,
     key: RmsNorm,
-    /// Those of all ranks.
+    /// The heads of all ranks.
     heads: Heads,
     shard: Shard,
 }
 
 impl TogetherNorms {
-    /// Queries [T, N*D] and keys [T, M*D], normed.
+    /// Normed queries [T, N*D] and keys [T, M*D].
     fn apply(&self, q: &Tensor, k: &Tensor) -> (Tensor, Tensor) {
         if !self.shard.is_parallel() {
             return (self.query.of(q), self.key.of(k));
@@ -169,7 +169,7 @@ impl TogetherNorms {
             let kind = accumulate_kind(x);
             x.to_kind(kind).square().sum_dim_intlist([-1i64].as_slice(), true, kind)
         };
-        // A key head that several ranks have counts once.
+        // A key head that several ranks share counts once.
         let holders = self.shard.holders(self.heads.key) as f64;
         let sums_t2 = self.shard.summed(Tensor::cat(&[squares(q), squares(k) / holders], 1));
         let normed = |x: &Tensor, norm: &RmsNorm, (column, size): (i64, i64)| {
@@ -182,12 +182,12 @@ impl TogetherNorms {
     }
 }
 
-/// Queries grow with their position p: by `1 + scale ln(1 + floor((p + 1) / floor))`.
+/// Scales queries by position p: `1 + scale ln(1 + floor((p + 1) / floor))`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Temperature {
-    /// What the logarithm is multiplied by.
+    /// Factor on the logarithm.
     pub(crate) scale: f64,
-    /// Positions that share a temperature.
+    /// Number of consecutive positions with the same temperature.
     pub(crate) floor: f64,
 }
 
@@ -199,17 +199,17 @@ impl Temperature {
     }
 }
 
-/// What [`SelfAttention::new`] makes.
+/// Arguments of [`SelfAttention::new`].
 #[derive(Debug)]
 pub(crate) struct AttentionSpec<'a> {
-    /// Path of the module.
+    /// Module path.
     pub(crate) module: &'a str,
-    /// Number of the layer, from 0.
+    /// Layer number, from 0.
     pub(crate) layer: usize,
     pub(crate) hidden: i64,
     pub(crate) heads: Heads,
     pub(crate) attention_span: AttentionSpan,
-    /// Which of the pass's rotary embeddings turns queries and keys; `None` where nothing does.
+    /// Index of the rotary embedding in the pass; `None` without rotation.
     pub(crate) rotary: Option<usize>,
     pub(crate) norms: HeadNorms,
     /// Biases of q, k and v, and of o.
@@ -218,12 +218,11 @@ pub(crate) struct AttentionSpec<'a> {
     pub(crate) fused: bool,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
-    /// Whether there are `sinks`.
+    /// Whether the layer has attention sinks.
     pub(crate) sinks: bool,
     pub(crate) temperature: Option<Temperature>,
 }
 
-/// Attention of one layer.
 #[derive(Debug)]
 pub(crate) struct SelfAttention {
     layer: usize,
@@ -277,12 +276,12 @@ impl SelfAttention {
         })
     }
 
-    /// What attention makes of the normed tokens `x_th` [T, H], through o [T, H].
+    /// Attention output for the normed tokens `x_th` [T, H], projected to [T, H].
     pub(crate) fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         self.output.apply(&self.attended(x_th, pass))
     }
 
-    /// The same, added to `residual_th` [T, H].
+    /// [`Self::forward`] plus `residual_th` [T, H].
     pub(crate) fn add_to(
         &self,
         residual_th: &Tensor,
@@ -341,8 +340,8 @@ impl SelfAttention {
         Projected { q_tnd, k_tmd, v_tme, kernels: self.kernels, are_kept: false }
     }
 
-    /// The same in one launch, where nothing but norms of heads and the rotation is asked for, which turns all
-    /// of them.
+    /// Projection, norms and rotation in one launch, if head norms and rotation of whole heads are
+    /// all that is needed.
     fn fused(&self, qkv_to: &Tensor, pass: &Pass<'_>) -> Option<Projected> {
         let (norms, eps) = match &self.norms {
             _ if self.temperature.is_some() => return None,
@@ -358,7 +357,7 @@ impl SelfAttention {
     }
 }
 
-/// RMS norm without a weight over the last dimension, of the kind of `x`.
+/// RMS norm without a weight over the last dimension, in the type of `x`.
 pub(crate) fn plain_norm(x: &Tensor, eps: f64) -> Tensor {
     let float = x.to_kind(accumulate_kind(x));
     let scale = reciprocal_rms(&float, eps);

@@ -1,12 +1,13 @@
-//! The gated delta rule: linear attention whose memory is one matrix a head (Gated DeltaNet, Yang et
+//! The gated delta rule: linear attention with one memory matrix per head (Gated DeltaNet, Yang et
 //! al. 2024).
 //!
-//! A token lets the memory fade, `S = exp(g) S`, and writes what its key does not yet read from it,
-//! `S += k^T beta (v - k S)`; its output is `q S`. Queries, keys and values pass a short causal
-//! convolution first. Few tokens go one by one; more go in chunks, where the updates of a chunk are
-//! one triangular system and products (the UT transform), and only whole chunks follow each other.
-//! Both compute in float32. Shapes: `b` sequences, `t` tokens, `c` channels of the convolution, `w` its
-//! width, `h` value heads, `k` and `v` dimensions of a key and a value, `n` chunks, `i` tokens of one.
+//! Each token decays the memory, `S = exp(g) S`, and writes the part of its value that its key does
+//! not yet read, `S += k^T beta (v - k S)`; its output is `q S`. Queries, keys and values first
+//! pass a short causal convolution. Few tokens are processed one by one. More are processed in
+//! chunks: the updates within a chunk are one triangular system and products (the UT transform),
+//! and only chunks are sequential. Both compute in float32. Shapes: `b` sequences, `t` tokens, `c`
+//! channels of the convolution, `w` its width, `h` value heads, `k` and `v` dimensions of a key and
+//! a value, `n` chunks, `i` tokens of a chunk.
 
 use dflash_tensor::ops::{accumulate_kind, reciprocal_rms};
 use tch::{Kind, Tensor};
@@ -14,23 +15,23 @@ use tch::{Kind, Tensor};
 use crate::layer::{Recurrence, State};
 use crate::parallel::{Divisible, Shard};
 
-/// Tokens of a chunk, as in the released kernels: its system costs their square, the memory's update
-/// one product for all of them.
+/// Tokens per chunk, as in the released kernels: the system costs the square of it, the memory
+/// update one product per chunk.
 const CHUNK: i64 = 64;
 
-/// Up to so many tokens go one by one: below, the chunk's own operations cost more.
+/// Up to this many tokens are processed one by one, which is cheaper than a chunk.
 const STEPS: i64 = 3;
 
-/// Tokens of a prompt that are expanded at a time, which bounds what a long one takes.
+/// Tokens of a prompt expanded at a time, to bound memory.
 const SEGMENT: i64 = 16 * CHUNK;
 
-/// What keeps an l2 norm from dividing by 0, as in the released kernels.
+/// Avoids division by 0 in l2 norms, as in the released kernels.
 const L2_EPS: f64 = 1e-6;
 
-/// Numbers and sizes of heads.
+/// Number and size of heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeltaHeads {
-    /// Heads of queries and keys, each read by a whole number of value heads.
+    /// Query and key heads; each is read by a whole number of value heads.
     pub(crate) keys: i64,
     pub(crate) values: i64,
     pub(crate) key_dim: i64,
@@ -43,13 +44,13 @@ impl DeltaHeads {
         self.channel_parts().iter().sum()
     }
 
-    /// Those of queries, of keys and of values.
+    /// Channels of queries, keys and values.
     pub(crate) fn channel_parts(&self) -> [i64; 3] {
         let keys = self.keys * self.key_dim;
         [keys, keys, self.values * self.value_dim]
     }
 
-    /// What ranks divide among themselves: key heads, each with the value heads that read it.
+    /// Sizes divided by tensor parallelism: key heads, each with the value heads that read it.
     pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         vec![
             Divisible::new("linear_num_key_heads", self.keys),
@@ -57,29 +58,27 @@ impl DeltaHeads {
         ]
     }
 
-    /// Those of a rank.
+    /// A rank's heads.
     pub(crate) fn own(self, shard: &Shard) -> Self {
         Self { keys: shard.share(self.keys), values: shard.share(self.values), ..self }
     }
 
-    /// Width of what [`DeltaRule`] reads of a token.
+    /// Input elements per token of [`DeltaRule`].
     pub(crate) fn inputs(&self) -> i64 {
         self.channels() + 2 * self.values
     }
 }
 
-/// The rule of one layer.
 #[derive(Debug)]
 pub(crate) struct DeltaRule {
     heads: DeltaHeads,
-    /// The convolution's taps [W, C], the oldest token's first.
+    /// The convolution's taps [W, C], oldest token first.
     taps_wc: Tensor,
     /// `exp(A_log)`.
     decay_h: Tensor,
     dt_bias_h: Tensor,
 }
 
-/// What the rule remembers of sequences.
 #[derive(Debug)]
 struct DeltaState {
     /// The convolution's inputs of the last W-1 tokens [B, W-1, C].
@@ -88,7 +87,7 @@ struct DeltaState {
     memory_bhkv: Tensor,
 }
 
-/// What the rule reads: each [B, H, T, ..], `g` and `beta` [B, H, T].
+/// Inputs of the rule: each [B, H, T, ..], `g` and `beta` [B, H, T].
 struct Rows {
     q: Tensor,
     k: Tensor,
@@ -125,9 +124,9 @@ impl DeltaRule {
         }
     }
 
-    /// Outputs [B, T, H*V] of tokens behind `state`, and the state behind them. `inputs_bti` holds for
-    /// each token queries, keys and values before the convolution, then the logits of `beta` and the
-    /// time steps of each value head.
+    /// Outputs [B, T, H*V] of tokens after `state`, and the new state. `inputs_bti` holds per token
+    /// the queries, keys and values before the convolution, then the logits of `beta` and the time
+    /// steps of each value head.
     fn advance(&self, inputs_bti: &Tensor, state: &DeltaState) -> (Tensor, DeltaState) {
         let mut state = DeltaState {
             recent_bwc: state.recent_bwc.shallow_clone(),
@@ -146,7 +145,7 @@ impl DeltaRule {
         (Tensor::cat(&outputs, 1).to_kind(inputs_bti.kind()), state)
     }
 
-    /// What the rule reads of a segment, and the convolution's new state.
+    /// The rule's inputs for a segment, and the convolution's new state.
     fn rows(&self, inputs_bti: &Tensor, recent_bwc: &Tensor) -> (Rows, Tensor) {
         let DeltaHeads { keys, values, key_dim, value_dim } = self.heads;
         let inputs = inputs_bti.to_kind(accumulate_kind(inputs_bti));
@@ -170,7 +169,7 @@ impl DeltaRule {
         (rows, recent_bwc)
     }
 
-    /// The causal convolution of each channel with SiLU, and the last W-1 inputs.
+    /// Causal convolution per channel with SiLU; also returns the last W-1 inputs.
     fn convolve(&self, x_btc: &Tensor, recent_bwc: &Tensor) -> (Tensor, Tensor) {
         let (width, tokens) = (self.taps_wc.size()[0], x_btc.size()[1]);
         let all_btc = Tensor::cat(&[recent_bwc, x_btc], 1);
@@ -205,8 +204,9 @@ impl From<DeltaState> for State {
     }
 }
 
-/// The norm over a head's outputs with SiLU of a gate: `x / rms(x) * weight * silu(gate)`, of `x` and
-/// `gate` [T, H, V] and `weight` `[V]`; the weight as it is, where the model's other norms add one.
+/// Norm of a head's outputs with a SiLU gate: `x / rms(x) * weight * silu(gate)`, for `x` and
+/// `gate` [T, H, V] and `weight` `[V]`. The weight is used as stored, even in models whose other
+/// norms add one.
 pub(crate) fn gated_norm(x: &Tensor, gate: &Tensor, weight_v: &Tensor, eps: f64) -> Tensor {
     let kind = accumulate_kind(x);
     let wide = x.to_kind(kind);
@@ -214,7 +214,7 @@ pub(crate) fn gated_norm(x: &Tensor, gate: &Tensor, weight_v: &Tensor, eps: f64)
     (normed * gate.to_kind(kind).silu()).to_kind(x.kind())
 }
 
-/// Token by token.
+/// Processes token by token.
 fn steps(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     let mut memory = memory_bhkv.shallow_clone();
     let fade = rows.g.exp();
@@ -232,8 +232,7 @@ fn steps(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     (Tensor::cat(&outputs, 2), memory)
 }
 
-/// Chunk by chunk. Behind the last token the last chunk is filled up with such as write nothing and let
-/// nothing fade.
+/// Processes chunk by chunk. The last chunk is padded with tokens that neither write nor decay.
 fn chunks(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     let tokens = rows.q.size()[2];
     let chunk = CHUNK.min(tokens);
@@ -243,8 +242,8 @@ fn chunks(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     let narrow = |x: &Tensor| x.constant_pad_nd([0, filled]).unflatten(2, [count, chunk]);
     let (q, k, v) = (wide(&rows.q), wide(&rows.k), wide(&rows.v));
     let beta = narrow(&rows.beta).unsqueeze(-1);
-    // The logarithm of what is left at a token of what the chunk began with; in float64, as small
-    // differences of large sums are wanted.
+    // Logarithm of the remaining share of the chunk's initial memory at each token; in float64,
+    // since small differences of large sums are needed.
     let fade = narrow(&rows.g).cumsum(-1, Kind::Double);
     let left = |log: Tensor| log.to_kind(q.kind()).exp();
     let behind = Tensor::ones([chunk, chunk], (Kind::Bool, q.device())).triu(1);
@@ -255,8 +254,8 @@ fn chunks(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     let until_end = left((&last - &fade).unsqueeze(-1));
     let k_t = k.transpose(-1, -2);
     let k_beta = &k * &beta;
-    // What each token writes depends on what those before it in the chunk wrote: (I + L) X = B, both
-    // for the values and for the keys that read the memory before the chunk.
+    // What each token writes depends on the earlier writes in its chunk: (I + L) X = B, for the
+    // values and for the keys that read the memory before the chunk.
     let system = k_beta.matmul(&k_t) * &between;
     let right = Tensor::cat(&[v * beta, k_beta * &since_start], -1);
     let solved = system.linalg_solve_triangular(&right, false, true, true);
@@ -291,7 +290,7 @@ mod tests {
     const HEADS: DeltaHeads = DeltaHeads { keys: 2, values: 6, key_dim: 8, value_dim: 5 };
     const WIDTH: i64 = 4;
 
-    /// The rule with weights of O(1), and inputs of `tokens` tokens [B, T, I], in float64.
+    /// The rule with weights of O(1), and `tokens` inputs [B, T, I], in float64.
     fn problem(batch: i64, tokens: i64) -> ([Tensor; 3], Tensor) {
         let conv_c1w = Tensor::randn([HEADS.channels(), 1, WIDTH], F64) * 0.5;
         let a_log_h = Tensor::randn([HEADS.values], F64);
@@ -305,7 +304,7 @@ mod tests {
         DeltaRule::new(HEADS, &conv, &a_log, &dt_bias)
     }
 
-    /// The definition, number by number, of one sequence from the start: outputs [T][H*V].
+    /// The definition with scalar arithmetic, for one sequence from the start: outputs [T][H*V].
     fn naive([conv_c1w, a_log_h, dt_bias_h]: &[Tensor; 3], inputs_ti: &Tensor) -> Vec<Vec<f64>> {
         let matrix = |x: &Tensor| Vec::<Vec<f64>>::try_from(x).unwrap();
         let (taps, inputs) = (matrix(&conv_c1w.squeeze_dim(1)), matrix(inputs_ti));
@@ -359,7 +358,7 @@ mod tests {
         (one.to_kind(Kind::Double) - other.to_kind(Kind::Double)).abs().max().double_value(&[])
     }
 
-    /// float64 differs from the definition by rounding alone, float32 by 1e-5 of outputs of O(1).
+    /// float64 may differ from the definition by rounding, float32 by 1e-5 of outputs of O(1).
     #[test]
     fn chunks_and_steps_are_the_definition() {
         let _draws = seeded(tch::manual_seed);
@@ -399,7 +398,7 @@ mod tests {
         }
     }
 
-    /// Memory that fades within a token, and such as never does.
+    /// Memory that decays within a token, and memory that never does.
     #[test]
     fn strong_and_weak_decay_make_no_number_that_is_not_one() {
         let _draws = seeded(tch::manual_seed);

@@ -1,9 +1,9 @@
-//! A mixture of experts: a router that gives each token some of the experts, and the experts.
+//! Mixture of experts: the router and the experts.
 //!
-//! Scores and shares are float32 whatever the model runs in. Tokens are sorted by expert, so that an
-//! expert's tokens are one product and one without tokens costs nothing. Shapes: `t` tokens, `h` hidden,
-//! `e` experts, `k` experts of a token, `r` rows (a token and one of its experts: t * k), `i` an
-//! expert's inner width.
+//! Scores and weights are float32 regardless of the model's type. Tokens are sorted by expert, so
+//! each expert's tokens are one product and an expert without tokens costs nothing. Shapes: `t`
+//! tokens, `h` hidden, `e` experts, `k` experts per token, `r` rows (a token and one of its
+//! experts: t * k), `i` inner width of an expert.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -16,61 +16,62 @@ mod weights;
 
 pub(crate) use weights::{ExpertsSpec, Stored};
 
-/// How a token's experts are chosen, and with what shares.
+/// How a token's experts and their weights (shares) are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Routing {
-    /// Experts of a token.
+    /// Experts per token.
     pub(crate) top_k: i64,
     pub(crate) scores: Scores,
-    /// Whether the shares of a token's experts are divided by their sum.
+    /// Whether a token's shares are normalised to sum to one.
     pub(crate) normalised: bool,
-    /// What the shares are multiplied by at last.
+    /// Final factor on the shares.
     pub(crate) scale: f64,
-    /// Whether only some groups of experts take part.
+    /// Restriction to groups of experts, if any.
     pub(crate) groups: Option<ExpertGroups>,
 }
 
-/// What the router's logits become.
+/// Score function of the router's logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scores {
     /// Softmax over all experts.
     Softmax,
-    /// The logits choose; the shares are the softmax over the chosen ones.
+    /// Logits select; shares are the softmax over the selected experts.
     SoftmaxOfTopK,
-    /// Sigmoid of each.
+    /// Sigmoid of each logit.
     Sigmoid,
 }
 
-/// Experts in groups of equal size, of which the best `kept` may be chosen from. A group is as good as
-/// its two best experts together.
+/// Experts in groups of equal size; only the best `kept` groups take part. A group's score is the
+/// sum of its two best experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ExpertGroups {
     pub(crate) count: i64,
     pub(crate) kept: i64,
 }
 
-/// What multiplies the shares.
+/// What the shares multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Weighed {
     /// The experts' inputs.
     Inputs,
-    /// Their outputs.
+    /// The experts' outputs.
     Outputs,
 }
 
-/// How an expert's gate and its other half become one.
+/// The experts' gated activation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Gated {
     /// `silu(gate) * up`.
     Silu,
-    /// `gelu(gate) * up`, gelu by tanh.
+    /// `gelu(gate) * up`, with the tanh approximation.
     GeluTanh,
-    /// `gate * sigmoid(alpha gate) * (up + 1)`, the gate at most `limit`, `up` within it.
+    /// `gate * sigmoid(alpha gate) * (up + 1)`, with gate clamped from above and `up` on both
+    /// sides.
     Clamped { alpha: f64, limit: f64 },
 }
 
 impl Gated {
-    /// Of `gate_up` [.., 2I], whose first half is the gate; result [.., I].
+    /// Applies it to `gate_up` [.., 2I], gate first; result [.., I].
     pub(crate) fn apply(self, gate_up: &Tensor) -> Tensor {
         let halves = gate_up.chunk(2, -1);
         let (gate, up) = (&halves[0], &halves[1]);
@@ -86,23 +87,23 @@ impl Gated {
     }
 }
 
-/// Where a router's tensors are: full names in the checkpoint.
+/// Tensor names of a router, complete.
 #[derive(Debug)]
 pub(crate) struct RouterSpec<'a> {
     /// [E, H].
     pub(crate) weight: &'a str,
     /// `[E]`, added to the logits.
     pub(crate) bias: Option<&'a str>,
-    /// `[E]`, added to the scores that choose, but not to the shares.
+    /// `[E]`, added to the scores for selection, but not to the shares.
     pub(crate) correction: Option<&'a str>,
-    /// `[E]`, what an expert's share is multiplied by.
+    /// `[E]`, factor on each expert's share.
     pub(crate) expert_scale: Option<&'a str>,
     pub(crate) experts: i64,
     pub(crate) hidden: i64,
     pub(crate) routing: Routing,
 }
 
-/// Chooses experts. Its tensors are float32.
+/// The router. Its tensors are float32.
 #[derive(Debug)]
 pub(crate) struct Router {
     weight_eh: Tensor,
@@ -112,7 +113,7 @@ pub(crate) struct Router {
     routing: Routing,
 }
 
-/// The experts of each token and their shares.
+/// Each token's experts and their shares.
 #[derive(Debug)]
 pub(crate) struct Routed {
     /// [T, K], int64.
@@ -134,7 +135,7 @@ impl Router {
         })
     }
 
-    /// The experts of each of the tokens `x_th` [T, H].
+    /// Routes the tokens `x_th` [T, H].
     pub(crate) fn route(&self, x_th: &Tensor) -> Routed {
         let Routing { top_k, scores, normalised, scale, groups } = self.routing;
         let logits_te = x_th.to_kind(Kind::Float).linear(&self.weight_eh, self.bias_e.as_ref());
@@ -156,7 +157,7 @@ impl Router {
             shares_tk = shares_tk.softmax(-1, Kind::Float);
         }
         if normalised {
-            // The constant is Transformers', against scores that are all zero.
+            // Transformers' constant, for scores that are all zero.
             let sum = shares_tk.sum_dim_intlist([-1i64].as_slice(), true, Kind::Float);
             shares_tk /= sum + 1e-20;
         }
@@ -171,7 +172,7 @@ impl Router {
 }
 
 impl ExpertGroups {
-    /// `n_group` and `topk_group` of config.json; `None` where all experts are one group.
+    /// Reads `n_group` and `topk_group` of config.json; `None` if there is a single group.
     pub(crate) fn read(text: &Fields, experts: i64) -> Result<Option<Self>> {
         let count = text.size("n_group")?.unwrap_or(1);
         let kept = text.size("topk_group")?.unwrap_or(1);
@@ -184,7 +185,7 @@ impl ExpertGroups {
         Ok((count > 1).then_some(Self { count, kept }))
     }
 
-    /// `choice_te` [T, E] with minus infinity for the experts of the groups that are left out.
+    /// `choice_te` [T, E] with minus infinity for experts of dropped groups.
     fn mask(self, choice_te: &Tensor) -> Tensor {
         let size = choice_te.size();
         let grouped = choice_te.view([size[0], self.count, size[1] / self.count]);
@@ -196,10 +197,9 @@ impl ExpertGroups {
     }
 }
 
-/// The experts of one layer.
 #[derive(Debug)]
 pub(crate) struct Experts {
-    /// [E, H, 2I]: of each expert the gate, then the other half.
+    /// [E, H, 2I]: gate, then up, per expert.
     gate_up_ehi: Tensor,
     /// [E, I, H].
     down_eih: Tensor,
@@ -207,15 +207,15 @@ pub(crate) struct Experts {
     biases: Option<(Tensor, Tensor)>,
     gated: Gated,
     weighed: Weighed,
-    /// Of several ranks, each of which has some of the experts.
+    /// Assigns experts to ranks.
     shard: Shard,
 }
 
 impl Experts {
-    /// What the experts make of `x_th` [T, H], summed with their shares.
+    /// Weighted sum of the experts' outputs for `x_th` [T, H].
     pub(crate) fn forward(&self, x_th: &Tensor, routed: &Routed) -> Tensor {
         let (kind, top_k) = (x_th.kind(), routed.experts_tk.size()[1]);
-        // Stable, so that the rows of an expert keep the tokens' order.
+        // Stable, so that an expert's rows keep the tokens' order.
         let (expert_r, order_r) = routed.experts_tk.reshape([-1]).sort_stable(true, 0, false);
         if self.shard.is_parallel() {
             return self.parallel(x_th, routed, &expert_r, &order_r);
@@ -231,8 +231,8 @@ impl Experts {
         sum.to_kind(kind)
     }
 
-    /// As [`Self::forward`], by a rank that has some of the experts: their rows lie together among the
-    /// sorted ones, and the rest are the others' to add.
+    /// [`Self::forward`] for a rank with some of the experts. Their rows are contiguous after
+    /// sorting; the other ranks add the rest.
     fn parallel(
         &self,
         x_th: &Tensor,
@@ -257,8 +257,8 @@ impl Experts {
         self.shard.summed(partial).to_kind(x_th.kind())
     }
 
-    /// The outputs [R, H] of the rows `order_r` `[R]` (a token and one of its experts), which are sorted
-    /// by expert, with their shares.
+    /// Weighted outputs [R, H] of the rows `order_r` `[R]` (a token and one of its experts), sorted
+    /// by expert.
     fn rows(&self, x_th: &Tensor, routed: &Routed, expert_r: Tensor, order_r: &Tensor) -> Tensor {
         let (kind, top_k) = (x_th.kind(), routed.experts_tk.size()[1]);
         let token_r = order_r.divide_scalar_mode(top_k, "floor");
@@ -283,25 +283,25 @@ impl Experts {
 struct Rows {
     /// `[R]`, ascending.
     expert_r: Tensor,
-    /// `[E]`, int32: where each expert's rows end.
+    /// `[E]`, int32: end of each expert's rows.
     ends_e: Tensor,
-    /// Experts that have rows, and how many, where the host multiplies them one by one.
+    /// Experts with rows and their row counts, if the host multiplies them one by one.
     spans: Option<Vec<(i64, i64)>>,
 }
 
 impl Rows {
-    /// Rows of these experts, ascending, to be multiplied by matrices like `weight_eio`.
+    /// Rows of these experts, ascending, to be multiplied with matrices like `weight_eio`.
     fn new(expert_r: Tensor, weight_eio: &Tensor) -> Self {
         let experts = weight_eio.size()[0];
         let number_e = Tensor::arange(experts, (Kind::Int64, expert_r.device()));
-        // Counted by a search: a histogram on a GPU would make the host wait for it.
+        // By binary search: a histogram on a GPU would make the host wait.
         let ends_e = number_e.searchsorted(&expert_r, true, true, "right", None::<&Tensor>);
         let spans = (!grouped_products(weight_eio)).then(|| spans(&ends_e));
         Self { expert_r, ends_e, spans }
     }
 
-    /// Each row of `x_ri` [R, I] times its expert's matrix of `weight_eio` [E, I, O], plus its bias of
-    /// `bias_eo` [E, O].
+    /// Each row of `x_ri` [R, I] times its expert's matrix in `weight_eio` [E, I, O], plus its bias
+    /// in `bias_eo` [E, O].
     fn product(&self, x_ri: &Tensor, weight_eio: &Tensor, bias_eo: Option<&Tensor>) -> Tensor {
         let out_ro = match &self.spans {
             None => x_ri.internal_grouped_mm(weight_eio, Some(&self.ends_e), None, None),
@@ -322,8 +322,8 @@ impl Rows {
     }
 }
 
-/// Whether libtorch multiplies all experts' rows in one call: on a GPU in bfloat16, for rows of whole 16
-/// bytes.
+/// Whether libtorch multiplies all experts' rows in one call: on a GPU in bfloat16, with rows that
+/// are multiples of 16 bytes.
 fn grouped_products(weight_eio: &Tensor) -> bool {
     let size = weight_eio.size();
     matches!(weight_eio.device(), Device::Cuda(_))
@@ -332,7 +332,7 @@ fn grouped_products(weight_eio: &Tensor) -> bool {
         && size[2] % 8 == 0
 }
 
-/// Experts that have rows, and how many.
+/// Experts with rows, and their row counts.
 fn spans(ends_e: &Tensor) -> Vec<(i64, i64)> {
     let ends_e = ends_e.to_device(Device::Cpu).to_kind(Kind::Int64);
     let ends = Vec::<i64>::try_from(ends_e).expect("a flat tensor of integers");

@@ -1,4 +1,4 @@
-//! What follows attention in a layer: a gated MLP, or a mixture of experts with or without a shared one.
+//! Feed-forward part of a layer: a gated MLP, or experts with an optional shared expert.
 
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
@@ -9,10 +9,10 @@ use super::experts::{Experts, ExpertsSpec, Gated, Router, RouterSpec, Routing, S
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
-/// The activation under `key`, by its names in Transformers.
+/// Reads the activation under `key`, by its names in Transformers.
 ///
 /// # Errors
-/// One that we do not know.
+/// An unknown activation.
 pub(crate) fn activation(text: &Fields, key: &str, default: &str) -> Result<Gated> {
     match text.text(key)?.as_deref().unwrap_or(default) {
         "silu" | "swish" => Ok(Gated::Silu),
@@ -21,10 +21,10 @@ pub(crate) fn activation(text: &Fields, key: &str, default: &str) -> Result<Gate
     }
 }
 
-/// Where an MLP's tensors are, and its width.
+/// Tensor names and width of an MLP.
 #[derive(Debug)]
 pub(crate) struct MlpSpec<'a> {
-    /// Path of the module.
+    /// Module path.
     pub(crate) module: &'a str,
     pub(crate) hidden: i64,
     pub(crate) inner: i64,
@@ -33,7 +33,6 @@ pub(crate) struct MlpSpec<'a> {
     pub(crate) gated: Gated,
 }
 
-/// A gated MLP.
 #[derive(Debug)]
 pub(crate) struct Mlp {
     gate_up: Linear,
@@ -63,12 +62,12 @@ impl Mlp {
         })
     }
 
-    /// Of `x_th` [T, H].
+    /// Output for `x_th` [T, H].
     pub(crate) fn forward(&self, x_th: &Tensor) -> Tensor {
         self.down.apply(&self.inner(x_th))
     }
 
-    /// The same, added to `residual_th` [T, H], which the caller has for itself.
+    /// [`Self::forward`] added to `residual_th` [T, H], in place.
     pub(crate) fn add_onto(&self, residual_th: Tensor, x_th: &Tensor) -> Tensor {
         self.down.add_onto(residual_th, &self.inner(x_th))
     }
@@ -86,7 +85,7 @@ impl Mlp {
     }
 }
 
-/// Experts, and what every token goes through beside them.
+/// Experts, and an optional shared expert.
 #[derive(Debug)]
 pub(crate) struct Mixture {
     router: Router,
@@ -94,16 +93,16 @@ pub(crate) struct Mixture {
     shared: Option<SharedExpert>,
 }
 
-/// An expert of all tokens.
+/// An expert that processes all tokens.
 #[derive(Debug)]
 struct SharedExpert {
     mlp: Mlp,
-    /// [1, H], of whose product with a token the sigmoid is its share.
+    /// [1, H]; the sigmoid of its product with a token is the expert's share.
     gate_1h: Option<Tensor>,
 }
 
 impl Mixture {
-    /// Of `x_th` [T, H].
+    /// Output for `x_th` [T, H].
     pub(crate) fn forward(&self, x_th: &Tensor) -> Tensor {
         let out_th = self.experts.forward(x_th, &self.router.route(x_th));
         match &self.shared {
@@ -117,7 +116,7 @@ impl Mixture {
     }
 }
 
-/// What follows attention.
+/// The feed-forward part of a layer.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one a layer")]
 pub(crate) enum FeedForward {
@@ -126,7 +125,7 @@ pub(crate) enum FeedForward {
 }
 
 impl FeedForward {
-    /// What it makes of `x_th` [T, H], added to `residual_th` [T, H], which the caller has for itself.
+    /// Output for `x_th` [T, H] added to `residual_th` [T, H], in place.
     pub(crate) fn add_onto(&self, residual_th: Tensor, x_th: &Tensor) -> Tensor {
         match self {
             Self::Dense(mlp) => mlp.add_onto(residual_th, x_th),
@@ -146,28 +145,28 @@ impl FeedForward {
     }
 }
 
-/// Numbers and widths of a family's experts and MLPs.
+/// Number and widths of a family's experts and MLPs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MixtureSizes {
-    /// Experts of a layer.
+    /// Experts per layer.
     pub(crate) experts: i64,
-    /// Those of a token.
+    /// Experts per token.
     pub(crate) top_k: i64,
-    /// Width of an expert.
+    /// Inner width of an expert.
     pub(crate) inner: i64,
-    /// Width of the shared expert; 0 where there is none.
+    /// Width of the shared expert; 0 without one.
     pub(crate) shared: i64,
-    /// Width of the MLP of layers without experts.
+    /// Width of the MLP in layers without experts.
     pub(crate) dense: i64,
 }
 
 impl MixtureSizes {
-    /// Elements of the matrices that a token of `hidden` numbers meets.
+    /// Matrix elements that are active for a token, at hidden size `hidden`.
     pub(crate) fn active_params(self, hidden: i64, is_sparse: bool) -> f64 {
         self.elements(hidden, is_sparse, (self.top_k, &Shard::WHOLE))
     }
 
-    /// Elements of the matrices that a rank with `shard` keeps: of the router all.
+    /// Matrix elements that a rank with `shard` stores; the router is replicated.
     pub(crate) fn stored_params(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
         self.elements(hidden, is_sparse, (shard.share(self.experts), shard))
     }
@@ -182,7 +181,7 @@ impl MixtureSizes {
             + experts as f64 * mlp_elements(hidden, self.inner)
     }
 
-    /// What ranks divide among themselves: experts, and the widths of MLPs.
+    /// The sizes that tensor parallelism divides: experts, and MLP widths.
     pub(crate) fn parallel_sizes(self) -> Vec<Divisible> {
         let sizes = [
             Divisible::new("the number of experts", self.experts),
@@ -192,46 +191,46 @@ impl MixtureSizes {
         sizes.into_iter().filter(|divisible| divisible.size > 0).collect()
     }
 
-    /// Numbers that a token takes at the widest moment: inputs, inner numbers and outputs of its experts.
+    /// Peak activation elements per token: inputs, inner activations and outputs of its experts.
     pub(crate) fn widest(self, hidden: i64) -> f64 {
         let sparse = 4 * hidden + self.top_k * (2 * hidden + 3 * self.inner) + 3 * self.shared;
         sparse.max(4 * hidden + 3 * self.dense) as f64
     }
 }
 
-/// What follows attention in the layers of a family, some of which may have experts.
+/// Feed-forward parts of a family's layers, some of which may have experts.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct FeedForwardSpec {
     pub(crate) sizes: MixtureSizes,
-    /// Whether the checkpoint has one `gate_up_proj` of an MLP instead of two projections.
+    /// Whether the checkpoint fuses an MLP's gate and up projections into `gate_up_proj`.
     pub(crate) fused: bool,
     pub(crate) gated: Gated,
-    /// How a token comes to its experts, where there are some.
+    /// Routing, if there are experts.
     pub(crate) routing: Option<Routing>,
     pub(crate) stored: MixtureStorage,
 }
 
-/// How a checkpoint names and stores the tensors of a mixture; names are those within its module.
+/// Tensor names and storage of a mixture; names are relative to its module.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct MixtureStorage {
     pub(crate) router: &'static str,
     pub(crate) router_bias: Option<&'static str>,
-    /// Added to the scores that choose, but not to the shares.
+    /// Added to the scores for selection, but not to the shares.
     pub(crate) correction: Option<&'static str>,
-    /// Gate, up and down of an expert.
+    /// Names of an expert's gate, up and down.
     pub(crate) experts: [&'static str; 3],
     pub(crate) layout: Stored,
     /// Whether experts have biases.
     pub(crate) bias: bool,
     pub(crate) weighed: Weighed,
-    /// The module of the shared expert, where its width is not 0.
+    /// Module of the shared expert, if its width is not 0.
     pub(crate) shared: &'static str,
-    /// What gates the shared expert.
+    /// Gate of the shared expert.
     pub(crate) shared_gate: Option<&'static str>,
 }
 
 impl MixtureStorage {
-    /// What most have.
+    /// The most common names.
     pub(crate) const USUAL: Self = Self {
         router: "gate.weight",
         router_bias: None,
@@ -253,7 +252,7 @@ impl FeedForwardSpec {
         Self { sizes, fused: false, gated, routing: None, stored }
     }
 
-    /// Reads a layer's tensors, with experts where it `is_sparse`, from `module`.
+    /// Reads a layer's tensors from `module`, with experts if it `is_sparse`.
     pub(crate) fn read(
         &self,
         init: &Init,
@@ -301,7 +300,7 @@ impl FeedForwardSpec {
     }
 }
 
-/// Elements of the matrices of an MLP, or of an expert.
+/// Matrix elements of an MLP or expert.
 pub(crate) fn mlp_elements(hidden: i64, inner: i64) -> f64 {
     (3 * hidden * inner) as f64
 }

@@ -1,5 +1,5 @@
-//! Attention whose output is gated: queries come with a gate of their size, and each head's output is
-//! multiplied by the sigmoid of its gate. Heads of queries and keys are normalised before the rotation.
+//! Attention with gated output: each query has a gate of the same size, whose sigmoid multiplies
+//! the head's output. Query and key heads are normalised before the rotation.
 //!
 //! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
 
@@ -14,7 +14,6 @@ use crate::blocks::attention::Heads;
 use crate::layer::{Memory, Pass, Projected, RmsNorm};
 use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
-/// Attention of one layer.
 #[derive(Debug)]
 pub(crate) struct GatedAttention {
     layer: usize,
@@ -27,7 +26,7 @@ pub(crate) struct GatedAttention {
 }
 
 impl GatedAttention {
-    /// That of `module` in layer number `layer`, whose projections have biases or not.
+    /// Reads the attention of layer `layer` from `module`; `bias` applies to its projections.
     pub(crate) fn new(
         config: &TargetConfig,
         whole: Heads,
@@ -40,7 +39,7 @@ impl GatedAttention {
         let linear = |name, parts: &[(&str, Outputs)], input, split| {
             init.linear(&LinearSpec { module, name, parts, input, bias, split })
         };
-        // A head's query and then its gate, so that a rank's share has both.
+        // Each head's query followed by its gate, so that a rank's share has both.
         let query_gate = Outputs::Even(2 * query);
         let qkv = [("q_proj", query_gate), ("k_proj", whole.keys()), ("v_proj", whole.keys())];
         let output = [("o_proj", Outputs::Even(config.hidden_size))];
@@ -56,7 +55,7 @@ impl GatedAttention {
         })
     }
 
-    /// `residual_th` plus the attention of `x_th`.
+    /// `residual_th` plus the attention output for `x_th`.
     pub(crate) fn add_to(
         &self,
         residual_th: &Tensor,

@@ -1,38 +1,39 @@
-//! Latent attention (DeepSeek-V2): keys and values of all heads come from one latent of each token, and
-//! one rotated key is common to all heads. A cache keeps these two alone.
+//! Multi-head latent attention (DeepSeek-V2): keys and values of all heads come from one latent per
+//! token, plus one rotated key common to all heads. A cache keeps only these two.
 //!
-//! Few tokens attend in the latent's space: the projection to keys is absorbed into the queries, that to
-//! values follows the attention, so nothing is made of the tokens before. Prompts expand the latents to
-//! keys and values, whose heads are narrower. Shapes: `t` new tokens, `s` tokens seen, `n` heads, `l`
-//! latent, `r` rotated part, `k` the part of a key from the latent, `v` value of a head, `d` = k + r.
+//! Few tokens attend in the latent space: the key projection is absorbed into the queries, and the
+//! value projection is applied after attention, so cached tokens are not expanded. Prompts expand
+//! latents to keys and values, whose heads are narrower. Shapes: `t` new tokens, `s` tokens seen,
+//! `n` heads, `l` latent, `r` rotated part, `k` part of a key from the latent, `v` value of a head,
+//! `d` = k + r.
 
 use dflash_kernels::kernels::Kernels;
 use tch::Tensor;
 
 use crate::layer::Projected;
 
-/// The projections from a latent to the keys and values of each head.
+/// Projections from a latent to each head's keys and values.
 #[derive(Debug)]
 pub(crate) struct LatentUp {
     key_nkl: Tensor,
     value_nlv: Tensor,
 }
 
-/// What is asked of attention over latents.
+/// Arguments of attention over latents.
 #[derive(Debug)]
 pub(crate) struct Latent<'a> {
-    /// Queries, their rotated parts last [T, N, D].
+    /// Queries [T, N, D], rotated parts last.
     pub(crate) q_tnd: Tensor,
-    /// What a cache keeps: latents and rotated keys [T, 1, L+R].
+    /// The cached values: latents and rotated keys [T, 1, L+R].
     pub(crate) kept_t1c: Tensor,
     pub(crate) up: &'a LatentUp,
-    /// What computes the attention.
+    /// The attention implementation.
     pub(crate) kernels: Kernels,
 }
 
 impl LatentUp {
-    /// From the projection [L, N * (K+V)] of all heads, each with `key` outputs and then those of its
-    /// value.
+    /// From the projection [L, N * (K+V)] of all heads; each head has `key` outputs followed by its
+    /// value's.
     pub(crate) fn new(up_lo: &Tensor, heads: i64, key: i64) -> Self {
         let up_lno = up_lo.unflatten(1, [heads, -1]);
         let value = up_lno.size()[2] - key;
@@ -42,18 +43,18 @@ impl LatentUp {
         }
     }
 
-    /// The latents [T, 1, L] of what is kept [T, 1, L+R].
+    /// The latents [T, 1, L] of cached rows [T, 1, L+R].
     pub(crate) fn latents(&self, kept_t1c: &Tensor) -> Tensor {
         kept_t1c.narrow(2, 0, self.key_nkl.size()[2])
     }
 
-    /// Heads' outputs side by side [T, N*V] of weighted latents [T, N*L].
+    /// Head outputs, concatenated [T, N*V], from weighted latents [T, N*L].
     pub(crate) fn values(&self, weighted: &Tensor) -> Tensor {
         let weighted_ntl = weighted.unflatten(1, [self.value_nlv.size()[0], -1]).transpose(0, 1);
         weighted_ntl.bmm(&self.value_nlv).transpose(0, 1).flatten(1, 2)
     }
 
-    /// Keys [S, N, D] and values [S, N, V] of what was kept [S, 1, L+R].
+    /// Keys [S, N, D] and values [S, N, V] of cached rows [S, 1, L+R].
     pub(crate) fn expand(&self, kept_s1c: &Tensor) -> (Tensor, Tensor) {
         let size = self.key_nkl.size();
         let (heads, latent) = (size[0], size[2]);
@@ -64,8 +65,8 @@ impl LatentUp {
         (Tensor::cat(&[k_snk, rotated.expand([-1, heads, -1], false)], 2), v_snv)
     }
 
-    /// Whether so many new tokens over a cache are cheaper with expanded keys and values: expanding
-    /// costs L (K+V) a token seen, attending in the latent's space 2 L - K - V more a pair.
+    /// Whether expanding keys and values is cheaper for `tokens` new tokens over a cache: expansion
+    /// costs L (K+V) per cached token, attention in the latent space 2 L - K - V more per pair.
     pub(crate) fn expands(&self, tokens: i64) -> bool {
         let (size, value) = (self.key_nkl.size(), self.value_nlv.size()[2]);
         let (key, latent) = (size[1], size[2]);
@@ -80,7 +81,7 @@ impl Latent<'_> {
         Self { q_tnd, kept_t1c, ..*self }
     }
 
-    /// Queries in the latent's space; keys and values as they are kept, of one head.
+    /// Queries in the latent space; keys and values as cached, of one head.
     pub(crate) fn absorbed(&self) -> Projected {
         let key = self.up.key_nkl.size()[1];
         let rotated = self.q_tnd.narrow(2, key, self.q_tnd.size()[2] - key);
@@ -95,7 +96,7 @@ impl Latent<'_> {
         }
     }
 
-    /// Keys and values of each head.
+    /// Expanded keys and values per head.
     pub(crate) fn expanded(&self) -> Projected {
         let (k_tmd, v_tme) = self.up.expand(&self.kept_t1c);
         let (q_tnd, kernels) = (self.q_tnd.shallow_clone(), self.kernels);
@@ -133,7 +134,7 @@ mod tests {
         assert!(absorbed.allclose(&expanded, 1e-5, 1e-5, false));
         let first = causal(&all.narrow(0, 7).expanded(), place);
         assert!(first.allclose(&expanded.narrow(0, 0, 7), 1e-5, 1e-5, false));
-        // 16 (6 + 5) = 176 a token seen, 32 - 11 = 21 a pair.
+        // 16 (6 + 5) = 176 per cached token, 32 - 11 = 21 per pair.
         assert_eq!([8, 9].map(|tokens| up.expands(tokens)), [false, true]);
     }
 }

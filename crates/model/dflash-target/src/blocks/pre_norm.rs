@@ -1,5 +1,4 @@
-//! The layer of most families: norm, attention, norm, feed-forward, each half added to the residual
-//! stream.
+//! The usual layer: norm, attention, norm, feed-forward, each half added to the residual.
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
@@ -16,7 +15,7 @@ use crate::layer::{Layer, Memory, Pass, RmsNorm};
 use crate::parallel::{Divisible, Shard};
 use crate::parameters::Init;
 
-/// A family of such layers: its dimensions and choices.
+/// Dimensions and choices of a family with such layers.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct PreNormFamily {
     pub(crate) heads: Heads,
@@ -24,30 +23,30 @@ pub(crate) struct PreNormFamily {
     pub(crate) bias: (bool, bool),
     /// Whether the checkpoint has one `qkv_proj` instead of three projections.
     pub(crate) fused: bool,
-    /// Norms of the heads that the rotary embedding turns.
+    /// Head norms in layers with rotary embedding.
     pub(crate) norms: NormsOfHeads,
-    /// Whether there are `sinks`.
+    /// Whether layers have attention sinks.
     pub(crate) sinks: bool,
-    /// Of the layers that the rotary embedding does not turn.
+    /// For layers without rotary embedding.
     pub(crate) temperature: Option<Temperature>,
     pub(crate) rope: Rope,
     pub(crate) layers: Vec<LayerChoice>,
-    /// The module of what follows attention.
+    /// Module of the feed-forward part.
     pub(crate) module: &'static str,
     pub(crate) feed_forward: FeedForwardSpec,
 }
 
-/// What layers of a family may differ in.
+/// Per-layer choices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LayerChoice {
     pub(crate) attention_span: AttentionSpan,
-    /// Whether queries and keys are turned by the rotary embedding.
+    /// Whether queries and keys are rotated.
     pub(crate) rotates: bool,
-    /// Whether it has experts.
+    /// Whether the layer has experts.
     pub(crate) is_sparse: bool,
 }
 
-/// Norms of queries and keys: see [`HeadNorms`].
+/// Head norms: see [`HeadNorms`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NormsOfHeads {
     None,
@@ -57,8 +56,7 @@ pub(crate) enum NormsOfHeads {
 }
 
 impl PreNormFamily {
-    /// Layers of `heads`, `rope` and what follows attention, all alike and seeing all, without biases and
-    /// norms of heads; families say what they do otherwise.
+    /// Identical layers, full attention, no biases or head norms; families override this.
     pub(crate) fn new(
         layers: usize,
         heads: Heads,
@@ -87,7 +85,7 @@ impl PreNormFamily {
         }
     }
 
-    /// The same with each layer seeing as far as `attention_spans` says.
+    /// Sets each layer's attention span.
     pub(crate) fn with_attention_spans(
         mut self,
         attention_spans: impl IntoIterator<Item = AttentionSpan>,
@@ -99,7 +97,7 @@ impl PreNormFamily {
         self
     }
 
-    /// The same with experts in the layers that `sparse` says.
+    /// Sets which layers have experts.
     pub(crate) fn with_experts(mut self, sparse: impl IntoIterator<Item = bool>) -> Self {
         self.layers.iter_mut().zip(sparse).for_each(|(layer, sparse)| layer.is_sparse = sparse);
         self
@@ -180,7 +178,7 @@ impl Architecture for PreNormFamily {
     }
 }
 
-/// Names are the checkpoint's.
+/// Field names are the checkpoint's.
 #[derive(Debug)]
 struct PreNormLayer {
     input_layernorm: RmsNorm,

@@ -1,7 +1,7 @@
-//! One pass over new tokens of several sequences, each with a cache of its own.
+//! One pass over new tokens of several sequences, each with its own cache.
 //!
-//! Every product runs over all tokens at once; attention is that of each sequence alone. Shapes as
-//! in [`super`]; `t` counts the tokens of all sequences, laid end to end.
+//! Every product runs over all tokens at once; attention is computed per sequence. Shapes as in
+//! [`super`]; `t` counts the concatenated tokens of all sequences.
 
 use dflash_kernels::decode::Cache;
 use dflash_tensor::attention_span::Place;
@@ -13,22 +13,21 @@ use crate::layer::{Attend, Pass, Projected, Recurrence};
 use crate::rotary::HeadTables;
 use crate::{CachedOutput, PackedDecoder, Target};
 
-/// A sequence and the number of its tokens in the pass.
+/// A sequence and its number of tokens in the pass.
 #[derive(Debug)]
 pub struct SequencePart<'a> {
-    /// Where its keys and values are, and go.
+    /// The sequence's cache, read and written.
     pub cache: &'a mut KvCache,
     /// New tokens, at least one.
     pub tokens: usize,
 }
 
 impl KvCache {
-    /// Bytes of all that it holds: keys and values with the room that their layout takes, states, and the
-    /// rotary tables.
+    /// Size in bytes: keys and values with spare capacity and padding, states, rotary tables.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
         let bytes = |held: &Held| match held {
-            // They are views of the packed memory, which has more than its rows.
+            // They are views of the packed memory, which is larger than its rows.
             Held::Keys(_) if self.packed_cache.is_some() => 0,
             Held::Keys(layer) => of(&layer.k_1msd) + of(&layer.v_1mse),
             Held::Latent(layer) => of(&layer.k_1msd),
@@ -41,13 +40,13 @@ impl KvCache {
             + dflash_tensor::TENSOR_BYTES * self.tensors()
     }
 
-    /// Tensors that it is made of, about.
+    /// Approximate number of tensors.
     fn tensors(&self) -> usize {
         let of_layer = if self.packed_cache.is_some() { 6 } else { 2 };
         self.layers.len() * of_layer + 4 * self.tables.len()
     }
 
-    /// Makes its first `tokens` rows those of `other`, and its length that.
+    /// Copies the first `tokens` rows of `other` and takes that length.
     fn take_rows(&mut self, other: &Self, tokens: i64) {
         for (own, other) in self.layers.iter_mut().zip(&other.layers) {
             match (own, other) {
@@ -70,8 +69,8 @@ impl Target {
     /// A cache with room for `max_tokens` that holds the first `tokens` of `cache`.
     ///
     /// # Panics
-    /// When `cache` does not hold so many, or they have no room, or they are fewer than its
-    /// [`KvCache::earliest`] but not none.
+    /// If `cache` holds fewer, they do not fit, or they are nonzero and less than its
+    /// [`KvCache::earliest`].
     pub fn copy_cache(&self, cache: &KvCache, tokens: usize, max_tokens: usize) -> KvCache {
         assert!(tokens <= cache.len() && tokens <= max_tokens, "{tokens} tokens are not there");
         let earliest = cache.earliest();
@@ -81,12 +80,12 @@ impl Target {
         copy
     }
 
-    /// Appends to each sequence its tokens of `ids_t` `[T]`, which hold those of the first one, then
-    /// those of the second, and so on. Never records gradients.
+    /// Appends to each sequence its tokens of `ids_t` `[T]`, which concatenates the sequences'
+    /// tokens in order. Never records gradients.
     ///
     /// # Panics
-    /// When a cache is too small, the numbers do not add up to T, or an id of `aux_layers` exceeds the
-    /// number of layers.
+    /// If a cache is too small, the numbers do not add up to T, or an id of `aux_layers` exceeds
+    /// the number of layers.
     pub fn forward_sequences(
         &self,
         ids_t: &Tensor,
@@ -117,8 +116,8 @@ impl Target {
 }
 
 impl Target {
-    /// [`Self::forward_sequences`] where few rows are packed: sequences that are few rows together
-    /// share a pass, and one with more, a piece of a prompt, has its own.
+    /// [`Self::forward_sequences`] with packed few-row passes: sequences that are few rows together
+    /// share a pass; one with more, a piece of a prompt, gets its own.
     fn forward_groups(
         &self,
         few: &PackedDecoder,
@@ -153,7 +152,7 @@ impl Target {
     }
 }
 
-/// How many of the first parts, at least one, are few rows together.
+/// How many leading parts, at least one, are few rows together.
 fn group_length(parts: &[SequencePart<'_>]) -> usize {
     let mut tokens = 0;
     let fit = parts.iter().take_while(|part| {
@@ -163,8 +162,7 @@ fn group_length(parts: &[SequencePart<'_>]) -> usize {
     fit.count().max(1)
 }
 
-/// Rotary tables of all new tokens, from the cache that has the most positions, and those positions
-/// `[T]`.
+/// Rotary tables of all new tokens, from the longest cache, and their positions `[T]`.
 fn tables(parts: &[SequencePart<'_>], device: Device) -> (Vec<HeadTables>, Tensor) {
     let positions =
         parts.iter().flat_map(|part| part.cache.len..part.cache.len + part.tokens as i64);
@@ -180,7 +178,7 @@ fn tables(parts: &[SequencePart<'_>], device: Device) -> (Vec<HeadTables>, Tenso
     (tables.iter().map(of).collect(), positions)
 }
 
-/// The attention of each sequence over its tokens of the pass.
+/// Attention of each sequence over its own tokens.
 struct SequencesAttention<'a> {
     sequences: Vec<(CachedAttention<'a>, i64)>,
 }

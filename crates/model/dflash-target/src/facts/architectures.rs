@@ -1,9 +1,9 @@
-//! The heads of families, by what of them changes numbers: those of families that run natively stand
-//! in their files ([`families`]), those of families that are only trained for in the table here.
+//! Numerical properties of heads by family. Native families define theirs in their own files
+//! ([`families`]); families that are only trained for are in the table here.
 //!
-//! Each was read in Transformers 5.17 (`models/*/modeling_*.py` and `configuration_*.py`) and
-//! held against vLLM 0.32 (`model_executor/models`): the class of the final norm, what is done to the
-//! embedding and to the logits, and the defaults of keys that a config.json may leave out.
+//! Sources: Transformers 5.17 (`models/*/modeling_*.py` and `configuration_*.py`), checked against
+//! vLLM 0.32 (`model_executor/models`): the class of the final norm, scaling of embedding and
+//! logits, and defaults of keys that a config.json may omit.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -11,23 +11,23 @@ use dflash_tensor::Result;
 use super::NormKind;
 use crate::families;
 
-/// What the embedding is multiplied by.
+/// Factor on the embedding.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum EmbeddingScale {
     One,
-    /// sqrt(H), rounded to the type of the weights.
+    /// sqrt(H), rounded to the weights' type.
     RootOfWidth,
-    /// The number under a key, 1 where it is missing.
+    /// The number under a key, or 1 if absent.
     Key(&'static str),
 }
 
-/// What the logits are multiplied by.
+/// Factor on the logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum LogitScale {
     One,
-    /// Divided by the number under a key, 1 where it is missing.
+    /// Divides by the number under a key, or 1 if absent.
     Over(&'static str),
-    /// Multiplied by the number under a key, or by this where it is missing.
+    /// Multiplies by the number under a key, or by this default.
     Times(&'static str, f64),
 }
 
@@ -35,25 +35,25 @@ pub(crate) enum LogitScale {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct HeadFacts {
     pub(crate) norm: NormKind,
-    /// Keys of the norm's epsilon, the family's own first.
+    /// Keys of the norm's epsilon in order of precedence.
     pub(crate) eps_keys: &'static [&'static str],
-    /// The epsilon where config.json has none of the keys.
+    /// Default epsilon.
     pub(crate) eps: f64,
     pub(crate) embedding: EmbeddingScale,
     pub(crate) logits: LogitScale,
-    /// The soft-cap where config.json does not mention it.
+    /// Default soft cap.
     pub(crate) softcap: Option<f64>,
-    /// Whether the head is tied where config.json does not say.
+    /// Whether embeddings are tied by default.
     pub(crate) tied: bool,
     pub(crate) no_last_state: Option<&'static str>,
 }
 
-/// Several streams run through DeepSeek V4's layers, and its final norm reads a learned mixture of them.
+/// DeepSeek V4's layers carry several streams; its final norm reads a learned mixture.
 const STREAMS: &str = "its layers carry several streams whose mean is what servers deliver, and its \
                        final norm reads another mixture of them";
 
 impl HeadFacts {
-    /// An RMS norm with this epsilon and nothing else, as most families have it.
+    /// A plain RMS norm with this epsilon, as in most families.
     pub(crate) const fn rms(eps: f64) -> Self {
         Self {
             norm: NormKind::Rms,
@@ -73,19 +73,18 @@ impl HeadFacts {
         }
     }
 
-    /// An RMS norm whose weight is stored less one.
+    /// An RMS norm whose weight is stored minus one.
     pub(crate) const fn plus_one() -> Self {
         Self { norm: NormKind::RmsPlusOne, ..Self::rms(1e-6) }
     }
 
-    /// An embedding that is scaled, and the head too.
+    /// Scaled and tied embeddings.
     pub(crate) const fn gemma(norm: NormKind, softcap: Option<f64>) -> Self {
         let embedding = EmbeddingScale::RootOfWidth;
         Self { norm, embedding, softcap, tied: true, ..Self::rms(1e-6) }
     }
 
-    /// The head of the family that config.json names; an architecture that is named decides, not the
-    /// model type.
+    /// The head of the family in config.json, by `architectures` first, then the model type.
     pub(super) fn find(config: &Fields, text: &Fields) -> Result<Option<Self>> {
         for fields in [config, text] {
             let names = fields.texts("architectures")?.unwrap_or_default();
@@ -107,22 +106,21 @@ impl HeadFacts {
     }
 }
 
-/// A multimodal model, whose text model's type says what its head is.
+/// A multimodal model, whose head depends on its text model's type.
 fn is_wrapper(name: &str) -> bool {
     name.ends_with("ForConditionalGeneration")
 }
 
-/// A head with the names of its family.
+/// A head with its family's names.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NamedHead {
     /// Names under `architectures`.
     pub(crate) architectures: &'static [&'static str],
-    /// Names under `model_type`, of the whole or of the text model.
+    /// Names under `model_type`, of the whole model or the text model.
     pub(crate) model_types: &'static [&'static str],
     pub(crate) head: HeadFacts,
 }
 
-/// Every family's.
 pub(super) fn known() -> impl Iterator<Item = NamedHead> {
     families::heads().chain(TRAINED_FOR.iter().copied())
 }
@@ -147,7 +145,7 @@ const fn rms(
 const TRAINED_FOR: &[NamedHead] = &[
     rms(&["LLaMAForCausalLM"], &[], 1e-6),
     rms(&["Ministral3ForCausalLM", "MinistralForCausalLM"], &["ministral3", "ministral"], 1e-5),
-    // Which text model it wraps, changes nothing here.
+    // The wrapped text model does not matter here.
     rms(&["Mistral3ForConditionalGeneration"], &["mistral3"], 1e-5),
     rms(&["MixtralForCausalLM"], &["mixtral"], 1e-5),
     rms(

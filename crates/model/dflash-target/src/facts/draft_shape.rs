@@ -1,7 +1,7 @@
-//! What a draft takes from its target's attention, MLP and rotary embedding.
+//! Draft defaults from the target's attention, MLP and rotary embedding.
 //!
-//! Drafts have Qwen3's layers: grouped heads of one width, a gated MLP, rotary embedding of whole heads.
-//! Where the target's are of another kind, drafts have what peers give them: see docs/targets.md.
+//! Drafts have Qwen3's layers: grouped heads of one size, a gated MLP, rotary embedding of whole
+//! heads. Where the target differs, drafts follow published drafts: see docs/targets.md.
 
 use dflash_formats::fields::Fields;
 use dflash_formats::{RopeScaling, Wanted};
@@ -20,25 +20,25 @@ pub struct DraftAttentionShape {
     pub intermediate_size: i64,
 }
 
-/// What a draft has unless it is told otherwise, or starts from another draft.
+/// A draft's shape unless it is set explicitly or taken from another draft.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DraftDefaults {
     /// Heads and MLP.
     pub heads: DraftAttentionShape,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Their scaling, where the engines serve it alike.
+    /// RoPE scaling, if the engines serve it identically.
     pub rope_scaling: Option<RopeScaling>,
-    /// What of the target's rotary embedding was left out, and why; a line each.
+    /// What was dropped from the target's rotary embedding, and why; one line each.
     pub notes: Vec<String>,
 }
 
-/// Key heads of a draft whose target compresses its keys: as many as published drafts have.
+/// Key heads if the target compresses its keys; the number in published drafts.
 const USUAL_KEY_HEADS: i64 = 8;
-/// Widest head of a draft whose target has latent heads without a width of their own.
+/// Maximum head size if the target has latent heads without an explicit size.
 const USUAL_HEAD_DIM: i64 = 128;
 
-/// Keys that say how many experts a layer has.
+/// Keys with the number of experts per layer.
 const EXPERTS: [&str; 5] = [
     "num_experts",
     "num_local_experts",
@@ -75,7 +75,7 @@ fn heads(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<DraftAtte
         None => text.required("num_attention_heads", Fields::size)?,
     };
     let head_dim = own(spec.head_dim, "head_dim")?;
-    // A rank of compressed keys, or one key head for all: neither has grouped heads to copy.
+    // Compressed keys, or one key head for all: there are no grouped heads to copy.
     let latent = text.value("kv_lora_rank").is_some() || text.value("o_lora_rank").is_some();
     let (head_dim, key_heads) = if latent {
         let width = text.size("v_head_dim")?.or(head_dim.map(|dim| dim.min(USUAL_HEAD_DIM)));
@@ -104,8 +104,8 @@ fn common_divisor(a: i64, b: i64) -> i64 {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// The width of a dense MLP: the target's own where it has one, else three times the hidden size. A
-/// width under `intermediate_size` may be that of an expert.
+/// Width of a dense MLP: the target's own if it has one, otherwise three times the hidden size.
+/// `intermediate_size` may be an expert's width.
 fn intermediate_size(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<i64> {
     if let Some(width) = spec.intermediate_size {
         return Ok(width);
@@ -116,7 +116,7 @@ fn intermediate_size(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Resu
         None => count.as_i64() > Some(1),
     });
     let has_dense_layers = text.value("first_k_dense_replace").and_then(|n| n.as_i64()) > Some(0);
-    // Gemma 3n has a list, one width a layer.
+    // Gemma 3n has a list with one width per layer.
     let width = |key: &str| {
         let value = text.value(key);
         let one = value.and_then(|value| value.as_array()).and_then(|list| list.first()).or(value);
@@ -126,12 +126,12 @@ fn intermediate_size(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Resu
     Ok(dense.unwrap_or(3 * hidden_size))
 }
 
-/// RoPE as new configs say it, by kind of layer where they do, or as old ones do.
+/// RoPE settings of new configs, by layer type if given, or of old configs.
 fn rope_parameters(text: &Fields) -> Result<Option<Fields>> {
     let Some(rope) = text.object("rope_parameters")?.or(text.object("rope_scaling")?) else {
         return Ok(None);
     };
-    // A draft's layers see the whole context, as the full layers do; DeepSeek V4 calls them main.
+    // A draft's layers see the whole context, as full layers do; DeepSeek V4 calls them main.
     for kind in ["full_attention", "main"] {
         if let Some(of_kind) = rope.object_if_any(kind) {
             return Ok(Some(of_kind));
@@ -144,7 +144,7 @@ fn theta(config: &Fields, text: &Fields, rope: Option<&Fields>) -> Result<f64> {
     if let Some(theta) = rope.map_or(Ok(None), |rope| rope.number("rope_theta"))? {
         return Ok(theta);
     }
-    // DeepSeek and Gemma's first releases; Transformers' default where nothing is said.
+    // First DeepSeek and Gemma releases; Transformers' default if absent.
     let said = text.number("rope_theta")?.or(config.number("rope_theta")?);
     Ok(said.unwrap_or(10_000.0))
 }

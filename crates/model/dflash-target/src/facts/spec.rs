@@ -1,5 +1,4 @@
-//! A description of a target in a file of a few lines: for a family that is not known, or to overrule
-//! what is.
+//! Target spec: a file that describes a target of an unknown family or overrides known values.
 
 use std::path::Path;
 
@@ -10,41 +9,41 @@ use serde::{Deserialize, Serialize};
 use super::{NamedTensors, NormKind};
 use crate::head::HeadTensors;
 
-/// What a description may say; all else comes from config.json and the checkpoint.
+/// The possible keys of a spec; everything else comes from config.json and the checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TargetSpec {
-    /// Name of the token embedding [V, H] in the checkpoint.
+    /// Tensor name of the token embedding [V, H].
     pub embedding: Option<String>,
-    /// Name of the final norm's weight `[H]`.
+    /// Tensor name of the final norm's weight `[H]`.
     pub norm: Option<String>,
-    /// Name of its bias `[H]`.
+    /// Tensor name of the final norm's bias `[H]`.
     pub norm_bias: Option<String>,
-    /// Name of the output projection [V, H]; the embedding's for a tied one.
+    /// Tensor name of the output projection [V, H]; the embedding's if tied.
     pub head: Option<String>,
-    /// Kind of the final norm.
+    /// Type of the final norm.
     pub norm_kind: Option<NormKind>,
-    /// Its epsilon.
+    /// Epsilon of the final norm.
     pub norm_eps: Option<f64>,
-    /// What the embedding is multiplied by.
+    /// Factor on the embedding.
     pub embedding_scale: Option<f64>,
-    /// What logits are multiplied by.
+    /// Factor on logits.
     pub logit_scale: Option<f64>,
-    /// Logits are squeezed into this, plus and minus.
+    /// Soft cap of logits.
     pub final_logit_softcapping: Option<f64>,
     /// Width of the residual stream.
     pub hidden_size: Option<i64>,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_hidden_layers: Option<i64>,
     /// Rows of the embedding.
     pub vocab_size: Option<i64>,
-    /// The longest context.
+    /// Maximum context length.
     pub max_position_embeddings: Option<i64>,
     /// Query heads of the draft's layers.
     pub num_attention_heads: Option<i64>,
     /// Key heads of the draft's layers.
     pub num_key_value_heads: Option<i64>,
-    /// Width of a head of the draft.
+    /// Head size of the draft.
     pub head_dim: Option<i64>,
     /// Width of the draft's MLP.
     pub intermediate_size: Option<i64>,
@@ -52,7 +51,7 @@ pub struct TargetSpec {
     pub rope_theta: Option<f64>,
 }
 
-/// Every key of a description.
+/// Every key of a spec.
 const KEYS: [&str; 18] = [
     "embedding",
     "norm",
@@ -74,14 +73,14 @@ const KEYS: [&str; 18] = [
     "rope_theta",
 ];
 
-/// Names less like a key than this are no slip of it.
+/// Minimum similarity for suggesting a key instead of a misspelled one.
 const ALIKE: f64 = 0.75;
 
 impl TargetSpec {
-    /// Reads the description `path`.
+    /// Reads the spec at `path`.
     ///
     /// # Errors
-    /// A file that cannot be read or does not parse, a key that is not known, a number that cannot be.
+    /// A file that cannot be read or parsed, an unknown key, an invalid number.
     pub fn load(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| Error::Read { path: path.into(), source })?;
@@ -109,7 +108,7 @@ impl TargetSpec {
         }
     }
 
-    /// A key whose number cannot be, and what would be right.
+    /// A key with an invalid number, and what is valid.
     fn fault(&self) -> Option<(&'static str, &'static str)> {
         let sizes = [
             ("hidden_size", self.hidden_size),
@@ -145,15 +144,14 @@ impl TargetSpec {
     }
 }
 
-/// The key that `word` was meant to be.
+/// The key most similar to `word`.
 fn nearest(word: &str) -> Option<&'static str> {
     let likeness = |key: &&&str| strsim::jaro_winkler(word, key);
     let best = KEYS.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
     (likeness(&best) > ALIKE && *best != word).then_some(best)
 }
 
-/// The error with an example that is filled with what the checkpoint tells, where it is about an
-/// architecture that is not known.
+/// Adds an example to an unknown-architecture error, filled in from the checkpoint.
 pub(super) fn with_example(error: Error, dir: &Path, config: &Fields, text: &Fields) -> Error {
     let Error::UnknownTarget { path, found, .. } = error else { return error };
     let example = example(dir, config, text);

@@ -1,4 +1,4 @@
-//! What config.json says of each family, and what a description overrules.
+//! Reading config.json of each family, and overrides by a spec.
 
 use std::path::Path;
 
@@ -30,7 +30,7 @@ fn heads(config: &Value) -> [i64; 4] {
     [heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim, heads.intermediate_size]
 }
 
-/// As Qwen/Qwen3.5-27B has it.
+/// As in Qwen/Qwen3.5-27B.
 fn qwen3_5() -> Value {
     json!({
         "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
@@ -46,7 +46,7 @@ fn qwen3_5() -> Value {
     })
 }
 
-/// As moonshotai/Kimi-K2.5 has it.
+/// As in moonshotai/Kimi-K2.5.
 fn kimi() -> Value {
     json!({
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
@@ -78,8 +78,8 @@ fn nested_models_are_read_through() {
     assert_eq!(kimi.head.norm, NormKind::Rms);
 }
 
-/// The drafts of z-lab and the configurations of SpecForge for these targets, where they follow the
-/// target: docs/targets.md says where they do not.
+/// Against z-lab's drafts and SpecForge's configurations for these targets, where those follow the
+/// target; docs/targets.md lists exceptions.
 #[test]
 fn a_drafts_defaults_are_those_of_peers() {
     assert_eq!(heads(&qwen3_5()), [24, 4, 256, 17_408], "SpecForge's qwen3.5-27b-dflash");

@@ -1,8 +1,8 @@
-//! Attention of every family that runs, on a GPU: all of it by the kernels that are called by name,
-//! except in the families that are listed here with a reason.
+//! Attention of every native family on a GPU uses the directly called kernels, except in the
+//! families listed here with a reason.
 //!
-//! What libtorch would choose for the others does not show here: its fake choice is products and
-//! a softmax, as ours is where scores are squeezed or have sinks. So calls by name are counted.
+//! libtorch's own choice for the others is not visible here: on the fake GPU it is products and a
+//! softmax, as ours is for soft-capped scores or sinks. So direct calls are counted.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -18,10 +18,10 @@ use super::{built, ids};
 use crate::layer::Memory;
 use crate::{Family, SequencePart, Target, TargetConfig};
 
-/// Layers of a configuration that are built: as many as any family has in its pattern, and one more.
+/// Number of layers built: more than the length of any family's layer pattern.
 const LAYERS: usize = 8;
 
-/// Families of which the kernels take only a part or nothing, by the folder of a configuration.
+/// Families that use the kernels in part or not at all, by the folder of a configuration.
 const OTHERS: &[(&str, &str)] = &[
     ("gemma2", "scores are squeezed"),
     ("gpt_oss", "a sink takes weight from every query"),
@@ -37,7 +37,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("gemma-4-31B-it", "heads of full layers are 512 wide"),
 ];
 
-/// The configurations among the vectors, and those of released models; each with its first layers.
+/// Configurations of the test vectors and of released models, each cut to its first layers.
 fn configs() -> Vec<(String, TargetConfig)> {
     let vectors = ["targets", "targets2"].into_iter().flat_map(|kind| entries(kind, None));
     let vectors = vectors.filter(|entry| entry.own).map(|entry| entry.path);
@@ -51,7 +51,7 @@ fn configs() -> Vec<(String, TargetConfig)> {
     dirs.map(named).collect()
 }
 
-/// The configuration in `file` with no more than [`LAYERS`] layers.
+/// The configuration in `file` with at most [`LAYERS`] layers.
 fn first_layers(file: &std::path::Path) -> TargetConfig {
     let mut config: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     let nested = config.get("text_config").is_some();
@@ -72,7 +72,7 @@ fn first_layers(file: &std::path::Path) -> TargetConfig {
     TargetConfig::load(dir.path()).unwrap_or_else(|error: Error| panic!("{error}"))
 }
 
-/// Heads of some vectors are 12 wide, which no released model's are, and kernels take multiples of 8.
+/// Some vectors have heads of size 12, which no released model has; kernels need multiples of 8.
 fn widen_heads(text: &mut Value) {
     let width =
         text["hidden_size"].as_u64().unwrap() / text["num_attention_heads"].as_u64().unwrap();
@@ -87,7 +87,7 @@ fn widen_heads(text: &mut Value) {
     }
 }
 
-/// A kind of pass: prepares, calls the second argument, and passes.
+/// A kind of pass: prepares, calls the second argument, and runs.
 type PassOf = fn(&Target, &dyn Fn());
 
 const PASSES: [(&str, usize, PassOf); 5] = [
@@ -115,7 +115,7 @@ fn last(target: &Target) -> [u32; 1] {
     [target.num_layers() as u32]
 }
 
-/// So many tokens after a cache of others.
+/// A pass of `tokens` after `before` cached tokens.
 fn cached(target: &Target, before: i64, tokens: i64, begun: &dyn Fn()) {
     let mut cache = target.new_cache(60);
     if before > 0 {
@@ -125,8 +125,8 @@ fn cached(target: &Target, before: i64, tokens: i64, begun: &dyn Fn()) {
     target.forward_cached(&ids(tokens), &mut cache, &[]);
 }
 
-/// The layers that attend, and what one pass asks of the GPU. Rows of experts may be picked on the
-/// host, by values.
+/// The number of attention layers, and the GPU work of one pass. Experts' rows may be picked on the
+/// host, by value.
 fn asked(config: &TargetConfig, pass: PassOf) -> (usize, Record) {
     let run = || {
         let target = built(config.clone());

@@ -1,8 +1,8 @@
-//! DeepSeek-V3, V3.1 and R1, Kimi K2 and the text model of Kimi K2.5: latent attention with YaRN, a few
-//! dense layers, then experts in groups with sigmoid scores and shared experts.
+//! DeepSeek-V3, V3.1 and R1, Kimi K2 and the text model of Kimi K2.5: latent attention with YaRN, a
+//! few dense layers, then grouped experts with sigmoid scores and shared experts.
 //!
-//! Shapes: `t` tokens, `h` hidden, `n` heads, `k` and `r` the parts of a key without and with rotation,
-//! `l` latent, `v` value of a head.
+//! Shapes: `t` tokens, `h` hidden, `n` heads, `k` and `r` the parts of a key without and with
+//! rotation, `l` latent, `v` value of a head.
 
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
@@ -31,11 +31,11 @@ pub(super) const KNOWN: &[Known] = &[Known {
     read: |text| Ok((DeepseekV3Config::read(text)?.into(), Outer::PLAIN)),
 }];
 
-/// Dimensions and choices. Field names are Hugging Face's where they have one.
+/// Dimensions and choices. Field names follow Hugging Face where it has one.
 #[derive(Debug, Clone, PartialEq)]
 struct DeepseekV3Config {
     num_attention_heads: i64,
-    /// Width that queries are projected through, if they are.
+    /// Rank of the query projection, if it is low-rank.
     q_lora_rank: Option<i64>,
     kv_lora_rank: i64,
     qk_nope_head_dim: i64,
@@ -43,18 +43,18 @@ struct DeepseekV3Config {
     v_head_dim: i64,
     attention_bias: bool,
     rope: Rope,
-    /// What the scale of the scores is multiplied by: the square of YaRN's factor.
+    /// Factor on the scale of the scores: the square of YaRN's factor.
     score_factor: f64,
-    /// Layers from the first on that have no experts.
+    /// Number of leading layers without experts.
     first_k_dense_replace: usize,
     feed_forward: FeedForwardSpec,
 }
 
-/// Epsilon of the norms of the latents, which have Transformers' default whatever config.json says.
+/// Epsilon of the latent norms, Transformers' default regardless of config.json.
 const LATENT_EPS: f64 = 1e-6;
 
 impl DeepseekV3Config {
-    /// What config.json says.
+    /// Reads config.json.
     fn read(text: &Fields) -> Result<Self> {
         let size = |key| text.required(key, Fields::size);
         for (key, only) in [("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")] {
@@ -114,12 +114,12 @@ impl DeepseekV3Config {
         })
     }
 
-    /// Width of a query or key.
+    /// Size of a query or key.
     fn query_dim(&self) -> i64 {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }
 
-    /// Width of what a cache keeps of a token.
+    /// Cached elements per token.
     fn kept(&self) -> i64 {
         self.kv_lora_rank + self.qk_rope_head_dim
     }
@@ -128,8 +128,7 @@ impl DeepseekV3Config {
         layer >= self.first_k_dense_replace
     }
 
-    /// Elements of the matrices that a rank with `shard` has of attention: of those that make latents
-    /// all.
+    /// Matrix elements of a rank's attention; the latent projections are replicated.
     fn attention_elements(&self, hidden: i64, shard: &Shard) -> f64 {
         let heads = shard.share(self.num_attention_heads);
         let query = heads * self.query_dim();
@@ -139,7 +138,7 @@ impl DeepseekV3Config {
     }
 }
 
-/// The rotary embedding, and what the scale of the scores is multiplied by.
+/// The rotary embedding, and the factor on the scale of the scores.
 fn rope(text: &Fields, head_dim: i64, pairs: Pairs) -> Result<(Rope, f64)> {
     let parameters = rope_parameters(text)?;
     let mscale = parameters.as_ref().map_or(Ok(None), |inner| inner.number("mscale_all_dim"))?;
@@ -152,7 +151,7 @@ fn rope(text: &Fields, head_dim: i64, pairs: Pairs) -> Result<(Rope, f64)> {
     Ok((rope, factor))
 }
 
-/// Groups of experts, where not all of them are kept; by Transformers' defaults eight, of which four.
+/// Groups of experts, unless all are kept. Transformers' defaults are eight groups, four kept.
 fn groups(text: &Fields, experts: i64) -> Result<Option<ExpertGroups>> {
     let count = text.size("n_group")?.unwrap_or(8);
     let kept = text.size("topk_group")?.unwrap_or(4);
@@ -261,28 +260,26 @@ impl Layer for DeepseekV3Layer {
     }
 }
 
-/// Attention over latents.
 #[derive(Debug)]
 struct LatentAttention {
     layer: usize,
     queries: Queries,
-    /// To the latent and the rotated key; before it, where queries have one too, to theirs.
+    /// Projects to the latent and the rotated key, preceded by the query latent, if any.
     down: Linear,
     latent_norm: RmsNorm,
     up: LatentUp,
     output: Linear,
-    /// Elements of the rotated parts.
+    /// Rotated elements per head.
     rotated: i64,
     query_dim: i64,
     scale: f64,
     kernels: Kernels,
 }
 
-/// How queries are made.
 #[derive(Debug)]
 enum Queries {
     Direct(Linear),
-    /// Through a normalised latent of their own.
+    /// Through a normalised latent.
     Latent {
         norm: RmsNorm,
         up: Linear,
@@ -336,7 +333,7 @@ impl LatentAttention {
         })
     }
 
-    /// `residual_th` plus the attention of `x_th`.
+    /// `residual_th` plus the attention output for `x_th`.
     fn add_to(&self, residual_th: &Tensor, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let down = self.down.apply(x_th);
         let width = down.size()[1];
@@ -380,7 +377,7 @@ mod tests {
 
     use super::*;
 
-    /// The numbers of DeepSeek-V3's own config.json that decide its arithmetic, with `changes`.
+    /// The relevant numbers of DeepSeek-V3's config.json, with `changes`.
     fn read(changes: &[(&str, Value)]) -> Result<DeepseekV3Config> {
         let mut config = json!({
             "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,

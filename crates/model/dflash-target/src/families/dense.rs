@@ -1,9 +1,8 @@
-//! Llama 2 and 3, Mistral, Qwen2, Qwen3: norm, attention, norm, SwiGLU, each added to the residual
-//! stream.
+//! Llama 2 and 3, Mistral, Qwen2, Qwen3: norm, attention, norm, SwiGLU, with residuals.
 //!
-//! What tells them apart (biases, norms of heads, windows, RoPE scaling) is a choice in
-//! [`DenseConfig`]; the layer reads those choices and never asks for a name. Shapes: `t` tokens, `h`
-//! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
+//! Differences (biases, head norms, windows, RoPE scaling) are choices in [`DenseConfig`]; the
+//! layer reads those and never the family's name. Shapes: `t` tokens, `h` hidden, `n` query heads,
+//! `m` key and value heads, `d` head dimension, `o` any output.
 
 use dflash_formats::fields::Fields;
 use dflash_kernels::decode::{LayerWeights, Layout};
@@ -58,12 +57,12 @@ fn read(text: &Fields, kind: DenseKind) -> Result<(Family, Outer)> {
     Ok((DenseConfig::read(text, kind)?.into(), Outer::PLAIN))
 }
 
-/// Which of these families.
+/// The family of a dense model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DenseKind {
     /// Llama 2, 3.x.
     Llama,
-    /// Mistral 7B and its kin.
+    /// Mistral 7B and derivatives.
     Mistral,
     /// Qwen2 and Qwen2.5.
     Qwen2,
@@ -93,11 +92,11 @@ impl DenseKind {
     }
 }
 
-/// Their dimensions and choices. Field names are Hugging Face's where they have one.
+/// Dimensions and choices. Field names follow Hugging Face where it has one.
 #[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct DenseConfig {
-    /// The family, which names the architecture when the target is saved.
+    /// The family, which determines the architecture's name in saved targets.
     pub kind: DenseKind,
     pub intermediate_size: i64,
     pub num_attention_heads: i64,
@@ -112,7 +111,7 @@ pub struct DenseConfig {
     pub mlp_bias: bool,
     /// Whether queries and keys are normalised per head before the rotation.
     pub qk_norm: bool,
-    /// Per layer: how many tokens it sees (itself included), or `None` for all.
+    /// Sliding window per layer in tokens (including the token itself); `None` for full attention.
     pub windows: Vec<Option<i64>>,
 }
 
@@ -134,7 +133,7 @@ impl DenseConfig {
         }
     }
 
-    /// What config.json says.
+    /// Reads config.json.
     pub(crate) fn read(fields: &Fields, kind: DenseKind) -> Result<Self> {
         let hidden_size = fields.required("hidden_size", Fields::size)?;
         let heads = fields.required("num_attention_heads", Fields::size)?;
@@ -148,7 +147,7 @@ impl DenseConfig {
             num_key_value_heads: fields.size("num_key_value_heads")?.unwrap_or(heads),
             head_dim,
             rope: rope(fields, head_dim)?,
-            // Qwen2 has these biases always and its config no key for them.
+            // Qwen2 always has these biases, without a config key.
             qkv_bias: kind == DenseKind::Qwen2 || attention_bias,
             output_bias: kind != DenseKind::Qwen2 && attention_bias,
             mlp_bias: fields.flag("mlp_bias")?,
@@ -173,12 +172,12 @@ impl DenseConfig {
         Ok(())
     }
 
-    /// Width of all query heads together.
+    /// Total width of the query heads.
     pub fn query_size(&self) -> i64 {
         self.num_attention_heads * self.head_dim
     }
 
-    /// Width of all key heads together; that of the value heads is the same.
+    /// Total width of the key heads; that of the value heads is the same.
     pub fn key_size(&self) -> i64 {
         self.num_key_value_heads * self.head_dim
     }
@@ -254,7 +253,6 @@ impl Architecture for DenseConfig {
     }
 }
 
-/// One layer.
 #[derive(Debug)]
 struct DenseLayer {
     number: usize,
@@ -345,7 +343,7 @@ impl DenseLayer {
         let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
         let v_tme = heads(part(queries + keys, keys), keys);
         if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
-            // One sweep each; a single group keeps the heads of a token together.
+            // One sweep each; a group size of one keeps a token's heads together.
             let (cosine, sine) = (&tables.half.cos_td, &tables.half.sin_td);
             let normed = |part: Tensor, norm_d: &Tensor| {
                 let norm = RmsWeight { weight: norm_d, eps: self.eps };
@@ -439,15 +437,14 @@ impl QkNorm {
         Ok(Self { query_d: norm("q_norm")?, key_d: norm("k_norm")? })
     }
 
-    /// Normalises query and key heads [T, N+M, D] in one operation, with the weights repeated.
+    /// Normalises query and key heads [T, N+M, D] in one operation, with repeated weights.
     fn apply(&self, qk: &Tensor, (queries, keys): (i64, i64), eps: f64) -> Tensor {
         let rows = |norm_d: &Tensor, count: i64| norm_d.unsqueeze(0).expand([count, -1], false);
         rms_norm(qk, &Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0), eps)
     }
 }
 
-/// The whole head turns, by frequencies that do not depend on a sequence's length: the packed passes
-/// know no others.
+/// Requires rotation of whole heads with length-independent frequencies, as the packed passes do.
 fn rope(fields: &Fields, head_dim: i64) -> Result<Rope> {
     let rope = Rope::read(RopeKeys::of(fields, head_dim)?)?;
     if rope.rotated != head_dim {
@@ -462,11 +459,11 @@ fn rope(fields: &Fields, head_dim: i64) -> Result<Rope> {
     }
 }
 
-/// The window of every layer, by the rules of Hugging Face's models.
+/// The sliding window of every layer, by Hugging Face's rules.
 fn windows(fields: &Fields, kind: DenseKind, layers: usize) -> Result<Vec<Option<i64>>> {
     let window = match kind {
         DenseKind::Llama => None,
-        // Mistral's class fills in its first release's window when the key is not written.
+        // Mistral's class defaults to its first release's window.
         DenseKind::Mistral if !fields.has("sliding_window") => Some(4096),
         DenseKind::Mistral => fields.size("sliding_window")?,
         DenseKind::Qwen2 | DenseKind::Qwen3 => {

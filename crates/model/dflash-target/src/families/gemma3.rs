@@ -1,8 +1,8 @@
-//! Gemma 2 and 3: norms of one plus their weight before and after each half of a layer, a scaled
-//! embedding, a window in most layers.
+//! Gemma 2 and 3: norms with weight 1 + w before and after each half of a layer, scaled embeddings,
+//! sliding windows in most layers.
 //!
-//! Gemma 2 caps its scores. Gemma 3 normalises heads instead, and turns each kind of layer by a rotary
-//! base of its own; its config.json has a key for the cap, which neither Transformers nor vLLM heeds.
+//! Gemma 2 soft-caps its scores. Gemma 3 instead normalises heads, and has a separate rotary base
+//! per layer type; its config.json has a key for the cap, which Transformers and vLLM ignore.
 
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
@@ -45,34 +45,34 @@ struct Gemma3Config {
     intermediate_size: i64,
     gated: Gated,
     attention_bias: bool,
-    /// Scores are divided by the root of this.
+    /// Scores are divided by its square root.
     query_pre_attn_scalar: f64,
     attn_logit_softcapping: Option<f64>,
-    /// Whether heads of queries and keys are normalised.
+    /// Whether query and key heads are normalised.
     qk_norm: bool,
-    /// Of the full layers and of those with a window.
+    /// For full and for sliding layers.
     ropes: [Rope; 2],
     attention_spans: Vec<AttentionSpan>,
 }
 
-/// What tells one from the other.
+/// Differences between Gemma 2 and 3.
 struct Version {
     ropes: [Rope; 2],
-    /// Every so many layers one sees all, where config.json does not name them.
+    /// Interval of full layers, if config.json does not list them.
     pattern: i64,
-    /// Of scores and of final logits.
+    /// Soft caps of scores and of final logits.
     caps: [Option<f64>; 2],
     qk_norm: bool,
 }
 
-/// What its class fills in: released configs leave out what is as in the 4B model.
+/// Class defaults: released configs omit values that equal the 4B model's.
 const HEADS: Heads = Heads { query: 8, key: 4, dim: 256 };
 const VOCAB_SIZE: i64 = 262_208;
 const WINDOW: i64 = 4096;
 const BASES: [f64; 2] = [1_000_000.0, 10_000.0];
 
 impl Gemma3Config {
-    /// What config.json says of a Gemma 3.
+    /// Reads a Gemma 3 config.json.
     fn read(text: &Fields) -> Result<(Family, Outer)> {
         let head_dim = Heads::read(text, Some(HEADS))?.dim;
         let version =
@@ -80,7 +80,7 @@ impl Gemma3Config {
         Self::of(text, version)
     }
 
-    /// What config.json says of a Gemma 2.
+    /// Reads a Gemma 2 config.json.
     fn read_second(text: &Fields) -> Result<(Family, Outer)> {
         let head_dim = Heads::read(text, Some(HEADS))?.dim;
         let rope = Rope::read(RopeKeys { theta: BASES[1], ..RopeKeys::of(text, head_dim)? })?;
@@ -136,8 +136,8 @@ impl Gemma3Config {
     }
 }
 
-/// Of full and of sliding layers: `rope_parameters` by kind of layer, or, as configs before 2026 say it,
-/// `rope_theta` and `rope_scaling` for the one and `rope_local_base_freq` for the other.
+/// For full and sliding layers: `rope_parameters` by layer type, or, in configs before 2026,
+/// `rope_theta` and `rope_scaling` for full layers and `rope_local_base_freq` for sliding ones.
 fn ropes(text: &Fields, head_dim: i64) -> Result<[Rope; 2]> {
     let new = text.object("rope_parameters")?;
     let of_kind = |kind: &str| new.as_ref().map_or(Ok(None), |new| new.object(kind));
@@ -237,13 +237,13 @@ impl Architecture for Gemma3Config {
         Some(VOCAB_SIZE)
     }
 
-    // Released configs leave out what the class fills in.
+    // Released configs omit class defaults.
     fn is_tied(&self) -> bool {
         true
     }
 }
 
-/// Names are the checkpoint's.
+/// Field names are the checkpoint's.
 #[derive(Debug)]
 struct Gemma3Layer {
     input_layernorm: RmsNorm,

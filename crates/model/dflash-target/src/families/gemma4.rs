@@ -1,7 +1,7 @@
-//! Gemma 4: Gemma 3's norms around each half of a layer, without the one that is added to their weight;
-//! no attention scale; other heads and proportional RoPE in full layers. The small ones add per-layer
-//! inputs, and share keys and values in their last layers; the large ones use keys as values in full
-//! layers; with experts, these stand beside the MLP.
+//! Gemma 4: Gemma 3's norms around each half of a layer, but with plain weights; no attention
+//! scale; different heads and proportional RoPE in full layers. Small models add per-layer inputs
+//! and share keys and values in their last layers; large ones use keys as values in full layers;
+//! experts run in parallel to the MLP.
 
 mod per_layer;
 
@@ -34,34 +34,34 @@ pub(super) const KNOWN: &[Known] = &[Known {
     read: Gemma4Config::read,
 }];
 
-/// Its dimensions and choices.
+/// Dimensions and choices.
 #[derive(Debug, Clone, PartialEq)]
 struct Gemma4Config {
-    /// By layer.
+    /// Per layer.
     heads: Vec<Heads>,
     attention_spans: Vec<AttentionSpan>,
     intermediate_size: i64,
     gated: Gated,
     attention_bias: bool,
-    /// Whether the values of full layers are their keys.
+    /// Whether full layers use their keys as values.
     attention_k_eq_v: bool,
-    /// The first of the layers that have no keys of their own.
+    /// The first layer without its own keys.
     first_shared: usize,
     use_double_wide_mlp: bool,
-    /// Of the full layers and of those with a window.
+    /// For full and for sliding layers.
     ropes: [Rope; 2],
     per_layer: Option<PerLayer>,
     experts: Option<MixtureSizes>,
 }
 
-/// Inputs of each layer beside the residual stream.
+/// Per-layer inputs in addition to the residual stream.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct PerLayer {
     size: i64,
     vocab_size: i64,
 }
 
-/// What its class fills in.
+/// Class defaults.
 const HEADS: Heads = Heads { query: 8, key: 4, dim: 256 };
 const GLOBAL_HEAD_DIM: i64 = 512;
 const VOCAB_SIZE: i64 = 262_144;
@@ -123,7 +123,7 @@ impl Gemma4Config {
         self.attention_spans[layer] == AttentionSpan::All
     }
 
-    /// The layer whose keys and values layer `number` looks at.
+    /// The layer whose keys and values layer `number` uses.
     fn source(&self, number: usize) -> usize {
         if number < self.first_shared {
             return number;
@@ -138,12 +138,12 @@ impl Gemma4Config {
         self.intermediate_size * if wide { 2 } else { 1 }
     }
 
-    /// Whether the values of layer `number` are its keys.
+    /// Whether layer `number` uses its keys as values.
     fn has_keys_as_values(&self, number: usize) -> bool {
         self.attention_k_eq_v && self.is_full(number)
     }
 
-    /// Elements of the matrices that a rank with `shard` has of layer `number`, but for experts.
+    /// Matrix elements of a rank's layer `number`, without experts.
     fn elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let (hidden, heads) = (config.hidden_size, self.heads[number].own(shard));
         let keys_and_values = match number < self.first_shared {
@@ -158,7 +158,7 @@ impl Gemma4Config {
     }
 }
 
-/// The kinds of layers; the last is a full one whatever is written, as in Transformers.
+/// Layer types; the last layer is always full, as in Transformers.
 fn attention_spans(text: &Fields, layers: usize) -> Result<Vec<AttentionSpan>> {
     let window = text.size("sliding_window")?.unwrap_or(WINDOW);
     let attention_span = |kind: &str| match kind {
@@ -178,7 +178,7 @@ fn attention_spans(text: &Fields, layers: usize) -> Result<Vec<AttentionSpan>> {
     Ok(attention_spans)
 }
 
-/// Heads by layer: those of full layers by `per_layer_config` (Transformers since 5.17) or by
+/// Heads per layer; those of full layers from `per_layer_config` (Transformers since 5.17) or from
 /// `global_head_dim` and `num_global_key_value_heads` (as released).
 fn heads(text: &Fields, attention_spans: &[AttentionSpan]) -> Result<Vec<Heads>> {
     let plain = Heads::read(text, Some(HEADS))?;
@@ -305,7 +305,7 @@ impl Architecture for Gemma4Config {
         Some(VOCAB_SIZE)
     }
 
-    // Released configs leave out what the class fills in.
+    // Released configs omit class defaults.
     fn is_tied(&self) -> bool {
         true
     }
@@ -348,7 +348,7 @@ impl Architecture for Gemma4Config {
     }
 }
 
-/// Names are the checkpoint's.
+/// Field names are the checkpoint's.
 #[derive(Debug)]
 struct Gemma4Layer {
     input_layernorm: RmsNorm,
@@ -401,14 +401,14 @@ impl Layer for Gemma4Layer {
     }
 }
 
-/// Attention with keys of its own or of an earlier layer.
+/// Attention with its own keys or those of an earlier layer.
 #[derive(Debug)]
 struct Gemma4Attention {
     number: usize,
     source: usize,
     heads: Heads,
     attention_span: AttentionSpan,
-    /// Which of the pass's tables.
+    /// Index of the pass's rotary tables.
     tables: usize,
     eps: f64,
     q_proj: Linear,
@@ -418,7 +418,7 @@ struct Gemma4Attention {
     kernels: Kernels,
 }
 
-/// What makes keys and values; without a projection of their own, values are the keys before their norm.
+/// Key and value projections; without a value projection, values are the keys before their norm.
 #[derive(Debug)]
 struct KeyValue {
     k_proj: Linear,
@@ -502,11 +502,11 @@ impl Gemma4Attention {
     }
 }
 
-/// Experts beside the MLP, with norms of their own. The router looks at the residual stream.
+/// Experts in parallel to the MLP, with separate norms. The router reads the residual stream.
 #[derive(Debug)]
 struct MoeBlock {
     router: Router,
-    /// What the router's normed input is multiplied by `[H]`, the root of H divided out.
+    /// Factor `[H]` on the router's normed input, already divided by the root of H.
     router_scale_h: Tensor,
     eps: f64,
     experts: Experts,
@@ -565,7 +565,7 @@ impl MoeBlock {
         })
     }
 
-    /// What the MLP made, `dense_th`, and what experts make of the residual stream `x_th`.
+    /// Sum of the MLP's output `dense_th` and the experts' output for the residual stream `x_th`.
     fn beside(&self, dense_th: &Tensor, x_th: &Tensor) -> Tensor {
         let seen_th = plain_norm(&x_th.to_kind(Kind::Float), self.eps) * &self.router_scale_h;
         let routed = self.router.route(&seen_th);

@@ -1,5 +1,5 @@
-//! GLM 4.5, 4.6 and 4.7: half of each head rotated, dense first layers, then sigmoid routing in groups
-//! with a correction, beside a shared expert.
+//! GLM 4.5, 4.6 and 4.7: half of each head rotated, leading dense layers, then grouped sigmoid
+//! routing with a correction bias, and a shared expert.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;

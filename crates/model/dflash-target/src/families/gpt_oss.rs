@@ -1,5 +1,5 @@
-//! gpt-oss: biases everywhere, a sink for each head, a window in every other layer, YaRN, and experts of
-//! a clamped SwiGLU with gate and up by turns, in MXFP4 as released.
+//! gpt-oss: biases everywhere, an attention sink per head, a sliding window in every other layer,
+//! YaRN, and experts with a clamped SwiGLU, gate and up interleaved; released in MXFP4.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -21,12 +21,12 @@ pub(super) const KNOWN: &[Known] = &[Known {
     read,
 }];
 
-/// What its class fills in.
+/// Class defaults.
 const HEADS: Heads = Heads { query: 64, key: 8, dim: 64 };
 const THETA: f64 = 150_000.0;
 const WINDOW: i64 = 128;
 const LIMIT: f64 = 7.0;
-/// The sigmoid's slope, which no key says.
+/// Slope of the sigmoid; not configurable.
 const ALPHA: f64 = 1.702;
 
 fn read(text: &Fields) -> Result<(Family, Outer)> {

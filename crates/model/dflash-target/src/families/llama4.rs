@@ -1,5 +1,5 @@
-//! Llama 4: chunked attention with RoPE of neighbours in most layers, all of the context without RoPE in
-//! the others, and one expert of a token, which scales its input, beside a shared one.
+//! Llama 4: chunked attention with interleaved RoPE in most layers, full attention without RoPE in
+//! the others, and one routed expert per token, which scales its input, plus a shared expert.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -22,7 +22,7 @@ pub(super) const KNOWN: &[Known] = &[Known {
     read,
 }];
 
-/// What its class fills in.
+/// Class defaults.
 const CHUNK: i64 = 8192;
 const THETA: f64 = 500_000.0;
 const ROPELESS_INTERVAL: i64 = 4;
@@ -90,7 +90,7 @@ fn attention_spans(text: &Fields, rotates: &[bool]) -> Result<Vec<AttentionSpan>
     Ok(named.unwrap_or_else(|| rotates.iter().map(by_rope).collect()))
 }
 
-/// By `no_rope_layers`, where 1 says that a layer *has* RoPE, or by their interval.
+/// From `no_rope_layers`, where 1 means that a layer *has* RoPE, or from the interval.
 fn rotates(text: &Fields, layers: usize) -> Result<Vec<bool>> {
     let listed = text.tokens("no_rope_layers")?;
     if !listed.is_empty() {
@@ -103,7 +103,7 @@ fn rotates(text: &Fields, layers: usize) -> Result<Vec<bool>> {
     Ok((0..layers).map(|layer| (layer + 1) % interval != 0).collect())
 }
 
-/// Layers with experts, by `moe_layers` or by their step.
+/// Which layers have experts, from `moe_layers` or the interval.
 fn sparse(text: &Fields, layers: usize) -> Result<Vec<bool>> {
     if text.value("moe_layers").is_some() {
         let listed = text.tokens("moe_layers")?;
@@ -114,7 +114,7 @@ fn sparse(text: &Fields, layers: usize) -> Result<Vec<bool>> {
 }
 
 fn temperature(text: &Fields) -> Result<Option<Temperature>> {
-    // Released configs have a number here, of which any but 0 says yes.
+    // Released configs have a number here; nonzero means true.
     let yes = |value: &serde_json::Value| value.as_bool().or(value.as_f64().map(|it| it != 0.0));
     let tuned = text.typed("attn_temperature_tuning", "true or false is needed", yes)?;
     let scale = text.number("attn_scale")?.unwrap_or(0.1);

@@ -1,5 +1,5 @@
-//! MiniMax M2: norms over all query heads and over all key heads of a token, a part of each head rotated,
-//! sigmoid routing with a correction.
+//! MiniMax M2: norms over all query heads and over all key heads of a token, partial rotation,
+//! sigmoid routing with a correction bias.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -20,7 +20,7 @@ pub(super) const KNOWN: &[Known] = &[Known {
     read,
 }];
 
-/// What its class fills in.
+/// Class defaults.
 const HEADS: Heads = Heads { query: 48, key: 8, dim: 128 };
 const THETA: f64 = 5_000_000.0;
 
@@ -28,7 +28,7 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     check(text)?;
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;
     let heads = Heads::read(text, Some(HEADS))?;
-    // As released: a number of elements in place of a share of the head.
+    // As released: a number of elements instead of a share of the head.
     let rotated = text.size("rotary_dim")?.unwrap_or(heads.dim);
     let partial = rotated as f64 / heads.dim as f64;
     let rope = Rope::read(RopeKeys { theta: THETA, partial, ..RopeKeys::of(text, heads.dim)? })?;
@@ -60,7 +60,7 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     Ok((family.into(), Outer::PLAIN))
 }
 
-/// What the released files could say and no released model does.
+/// Rejects options that no released model uses.
 fn check(text: &Fields) -> Result<()> {
     let others = |value: &serde_json::Value| {
         value.as_array().is_some_and(|list| list.iter().any(|kind| kind.as_i64() != Some(1)))

@@ -1,5 +1,5 @@
-//! Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, LongRoPE, in Phi-4-mini over three quarters
-//! of a head.
+//! Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, LongRoPE; Phi-4-mini rotates three
+//! quarters of a head.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -25,7 +25,7 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let heads = Heads::read(text, None)?;
     let mut keys = RopeKeys::of(text, heads.dim)?;
     if let Some(parameters) = &mut keys.parameters {
-        // Phi-3's first releases call it so.
+        // The first Phi-3 releases' name for it.
         parameters.rename("yarn", "longrope");
     }
     let rope = Rope::read(keys)?;

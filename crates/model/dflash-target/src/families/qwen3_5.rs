@@ -1,9 +1,10 @@
-//! Qwen3.5 and 3.6, dense and with experts: the layers of Qwen3-Next ([`super::qwen3_next`]) with the
-//! input projections of the delta networks stored apart, either an MLP in every layer or experts in
-//! every layer, whose shares always sum to one, and M-RoPE, which of text alone is plain RoPE.
+//! Qwen3.5 and 3.6, dense and with experts: the layers of Qwen3-Next ([`super::qwen3_next`]) with
+//! separate input projections of the delta networks. Either every layer has an MLP or every layer
+//! has experts, whose shares always sum to one. M-RoPE equals plain RoPE for text.
 //!
-//! Released checkpoints hold a vision tower beside the text model (`model.language_model.`), whose keys
-//! are under `text_config`, and layers that predict further tokens (`mtp.`); neither is read.
+//! Released checkpoints also contain a vision tower (the text model is under
+//! `model.language_model.`, its keys under `text_config`) and multi-token prediction layers
+//! (`mtp.`); neither is read.
 
 use dflash_formats::fields::Fields;
 use dflash_tensor::Result;
@@ -28,7 +29,7 @@ pub(super) const KNOWN: &[Known] = &[
     },
 ];
 
-/// What config.json says of a dense Qwen3.5, or of one with experts.
+/// Reads config.json of a dense Qwen3.5, or of one with experts.
 fn read(text: &Fields, is_sparse: bool) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;
     HybridConfig::read_with(text, (vec![is_sparse; layers], true), DeltaInputs::Apart)

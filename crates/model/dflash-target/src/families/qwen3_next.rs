@@ -1,10 +1,10 @@
-//! Qwen3-Next: three of four layers are gated delta networks, the fourth is attention with an output
-//! gate and rotation of a part of each head; behind each a mixture of experts with a shared expert.
-//! Norms multiply by one plus their weight, but for the gated norm of the delta networks.
+//! Qwen3-Next: three of four layers are gated delta networks, the fourth is attention with an
+//! output gate and partial rotation; each is followed by a mixture of experts with a shared expert.
+//! Norms use 1 + w, except the gated norm of the delta networks.
 //!
-//! Qwen3.5 (`super::qwen3_5`) has these layers too and says what it does otherwise by the choices of
-//! [`HybridConfig`]. Shapes: `t` tokens, `h` hidden, `g` key heads of a delta network, `n` its value
-//! heads, `k` and `v` dimensions of a key and a value.
+//! Qwen3.5 (`super::qwen3_5`) shares these layers and differs by choices of [`HybridConfig`].
+//! Shapes: `t` tokens, `h` hidden, `g` key heads of a delta network, `n` its value heads, `k` and
+//! `v` dimensions of a key and a value.
 
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
@@ -37,7 +37,7 @@ pub(super) const KNOWN: &[Known] = &[Known {
 
 fn read(text: &Fields) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;
-    // Transformers' class renormalises unless told not to.
+    // Transformers' class normalises by default.
     let normalised = text.flag_or("norm_topk_prob", true)?;
     let experts = (sparse_by_step(text, layers)?, normalised);
     HybridConfig::read_with(text, experts, DeltaInputs::ByKeyHead)
@@ -50,17 +50,17 @@ pub(super) struct HybridConfig {
     attention_bias: bool,
     rope: Rope,
     delta: DeltaHeads,
-    /// Tokens that the delta networks' convolution sees.
+    /// Width of the delta networks' convolution.
     conv_width: i64,
     delta_inputs: DeltaInputs,
-    /// Of each layer.
+    /// Per layer.
     mixers: Vec<Mixer>,
     feed_forward: FeedForwardSpec,
-    /// Of each layer: whether it has experts.
+    /// Per layer, whether it has experts.
     sparse: Vec<bool>,
 }
 
-/// What mixes the tokens of a layer.
+/// The token mixer of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mixer {
     Attention,
@@ -76,15 +76,14 @@ pub(crate) enum DeltaInputs {
     Apart,
 }
 
-/// Every which layer is attention where config.json does not say.
+/// Default interval of attention layers.
 const ATTENTION_INTERVAL: i64 = 4;
 
-/// Part of a head that is rotated where config.json does not say.
+/// Default rotated share of a head.
 const PARTIAL_ROTARY: f64 = 0.25;
 
 impl HybridConfig {
-    /// What config.json says, of layers that are sparse or not and whose experts' shares sum to one or
-    /// not.
+    /// Reads config.json, given the `sparse` layers and whether experts' shares are normalised.
     pub(super) fn read_with(
         text: &Fields,
         (sparse, normalised): (Vec<bool>, bool),
@@ -141,7 +140,7 @@ impl HybridConfig {
         Ok((config.into(), Outer { norm_plus_one: true, ..Outer::PLAIN }))
     }
 
-    /// Elements of the matrices that a rank with `shard` has of layer `number`'s mixer.
+    /// Matrix elements of a rank's mixer in layer `number`.
     fn mixer_elements(&self, hidden: i64, number: usize, shard: &Shard) -> f64 {
         match self.mixers[number] {
             Mixer::Attention => {
@@ -157,7 +156,7 @@ impl HybridConfig {
     }
 }
 
-/// By `layer_types`, or else by `full_attention_interval`.
+/// From `layer_types`, or else from `full_attention_interval`.
 fn mixers(text: &Fields, layers: usize) -> Result<Vec<Mixer>> {
     let named = |name: &str| match name {
         "full_attention" => Some(Mixer::Attention),
@@ -199,7 +198,7 @@ impl Architecture for HybridConfig {
     fn pair_flops(&self, number: usize) -> f64 {
         match self.mixers[number] {
             Mixer::Attention => self.heads.pair_flops(),
-            // Reading by key, writing, reading by query: a product each with the memory.
+            // Reading by key, writing, reading by query: one product with the memory each.
             Mixer::Delta => {
                 let DeltaHeads { values, key_dim, value_dim, .. } = self.delta;
                 6.0 * (values * key_dim * value_dim) as f64
@@ -210,7 +209,7 @@ impl Architecture for HybridConfig {
     fn attention_span(&self, number: usize) -> AttentionSpan {
         match self.mixers[number] {
             Mixer::Attention => AttentionSpan::All,
-            // A token meets the memory once, however many came before.
+            // A token's cost does not depend on the context length.
             Mixer::Delta => AttentionSpan::Window(1),
         }
     }
@@ -225,14 +224,14 @@ impl Architecture for HybridConfig {
 
     fn widest(&self, config: &TargetConfig) -> f64 {
         let attention = 5 * self.heads.query_size() + 3 * self.heads.key_size();
-        // Inputs, convolved and by head, in float32.
+        // Inputs, convolved and split by head, in float32.
         let mixer = attention.max(6 * self.delta.inputs());
         let mixer = (2 * config.hidden_size + mixer) as f64;
         mixer.max(self.feed_forward.sizes.widest(config.hidden_size))
     }
 }
 
-/// One layer: norm, mixer, norm, MLP, each pair added to the residual stream.
+/// One layer: norm, mixer, norm, MLP, each half added to the residual stream.
 #[derive(Debug)]
 struct HybridLayer {
     input_norm: RmsNorm,
@@ -315,13 +314,13 @@ impl Layer for HybridLayer {
     }
 }
 
-/// A gated delta network: queries, keys and values through a short convolution and the delta rule, whose
-/// outputs are normalised by head and gated. A rank of a tensor-parallel target has some of the key heads and
-/// the value heads that read them.
+/// A gated delta network: queries, keys and values pass a short convolution and the delta rule,
+/// whose outputs are normalised per head and gated. A tensor-parallel rank has some of the key
+/// heads and the value heads that read them.
 #[derive(Debug)]
 struct GatedDeltaNet {
     layer: usize,
-    /// This rank's.
+    /// This rank's heads.
     heads: DeltaHeads,
     inputs: InputProjections,
     rule: DeltaRule,
@@ -353,7 +352,7 @@ impl GatedDeltaNet {
         };
         let from_hidden = |name, parts: &[(&str, i64)]| linear(name, parts, hidden, Split::Outputs);
         let inputs = match config.delta_inputs {
-            // A key head's rows lie together there, with those of the values that read it.
+            // Stored by key head, each together with the value heads that read it.
             DeltaInputs::ByKeyHead => InputProjections::ByKeyHead {
                 qkvz: from_hidden(
                     "in_proj_qkvz",
@@ -393,7 +392,7 @@ impl GatedDeltaNet {
         })
     }
 
-    /// `residual_th` plus what it makes of `x_th`.
+    /// `residual_th` plus the output for `x_th`.
     fn add_to(&self, residual_th: &Tensor, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let (inputs, z) = self.inputs.apply(self.heads, x_th);
         let by_head = |x: &Tensor| x.unflatten(1, [self.heads.values, self.heads.value_dim]);

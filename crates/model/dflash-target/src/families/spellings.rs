@@ -1,5 +1,5 @@
-//! Configurations as they are released beside those that Transformers writes: the same target. And keys
-//! that say what we cannot honour.
+//! Released configurations describe the same target as those written by Transformers, and
+//! unsupported keys are rejected.
 
 use dflash_tensor::Result;
 use serde_json::{Value, json};
@@ -35,7 +35,7 @@ fn assert_refused(base: &Value, changes: Value, key: &str) {
     assert!(message.contains(&format!("`{key}`")), "{message}");
 }
 
-/// What every family has.
+/// Keys that every family has.
 fn base(architecture: &str, own: Value) -> Value {
     let common = json!({
         "architectures": [architecture], "hidden_size": 64, "intermediate_size": 32,
@@ -47,7 +47,7 @@ fn base(architecture: &str, own: Value) -> Value {
 
 #[test]
 fn gemma3_of_images_leaves_out_what_its_class_fills_in() {
-    // As gemma-3-4b-it.
+    // As in gemma-3-4b-it.
     let released = json!({
         "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
         "text_config": {
@@ -98,10 +98,10 @@ fn gemma4_says_its_full_layers_heads_in_two_ways() {
             "per_layer_config": { "5": full },
         }),
     );
-    // Without keys as values the second number does not count.
+    // Without keys as values the second number is ignored.
     let plain = with(&global, json!({ "attention_k_eq_v": false }));
     assert_same(&plain, json!({ "num_global_key_value_heads": null }));
-    // The last layer is a full one whatever is written.
+    // The last layer is always a full one.
     let sliding = vec!["sliding_attention"; 6];
     assert_same(&global, json!({ "layer_types": sliding }));
     assert_refused(&global, json!({ "num_kv_shared_layers": 6 }), "num_kv_shared_layers");

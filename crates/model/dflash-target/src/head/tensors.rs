@@ -1,7 +1,7 @@
-//! Where a checkpoint keeps embedding, final norm and output projection.
+//! Locates embedding, final norm and output projection in a checkpoint.
 //!
-//! They are found by their names, whatever the prefix: nested models have `model.language_model.`,
-//! `language_model.model.` or another one. Only the files that hold them need be there.
+//! They are found by name, with any prefix: nested models use `model.language_model.`,
+//! `language_model.model.` or others. Only the files that hold them need to exist.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,43 +13,43 @@ use tch::{Device, Kind, Tensor};
 
 use crate::facts::{NamedTensors, TargetFacts};
 
-/// Last parts of the names of embeddings: Llama's and most, Nemotron-H's, DeepSeek V4's, GPT-2's and
-/// its heirs'.
+/// Module names of embeddings: Llama and most others, Nemotron-H, DeepSeek V4, GPT-2 and
+/// derivatives.
 const EMBEDDINGS: [&str; 6] =
     ["embed_tokens", "embeddings", "embed", "wte", "word_embeddings", "tok_embeddings"];
-/// The same of final norms.
+/// Module names of final norms.
 const NORMS: [&str; 5] = ["norm", "norm_f", "final_layernorm", "ln_f", "final_norm"];
-/// The same of output projections.
+/// Module names of output projections.
 const HEADS: [&str; 4] = ["lm_head", "head", "output", "embed_out"];
-/// Parts of names of what is beside a text model: towers, projectors, layers that predict further.
+/// Name parts outside the text model: towers, projectors, multi-token prediction layers.
 const BESIDE: [&str; 8] =
     ["vis", "audio", "speech", "image", "projector", "mtp", "embed_per_layer", "aligner"];
-/// Most names in a message.
+/// Maximum number of names in a message.
 const SHOWN: usize = 12;
 
-/// The tensors of a checkpoint by name, none read yet.
+/// The tensors of a checkpoint by name; none has been read.
 #[derive(Debug)]
 pub(crate) struct HeadTensors {
     dir: PathBuf,
     file_of: BTreeMap<String, String>,
 }
 
-/// The names of a head's tensors.
+/// Tensor names of a head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Located {
     pub(crate) embedding: String,
     pub(crate) norm: String,
     pub(crate) norm_bias: Option<String>,
-    /// `None` where the output projection is the embedding.
+    /// `None` if the output projection is tied.
     pub(crate) head: Option<String>,
     pub(crate) head_bias: Option<String>,
 }
 
 impl HeadTensors {
-    /// Lists the tensors of `model.safetensors`, or of its index; the files need not all be there.
+    /// Lists the tensors of `model.safetensors`, or of its index; shards may be missing.
     ///
     /// # Errors
-    /// Neither is there, or one does not parse.
+    /// Neither exists, or one does not parse.
     pub(crate) fn open(dir: &Path) -> Result<Self> {
         let single = dir.join(SINGLE);
         let file_of = if single.is_file() {
@@ -61,10 +61,10 @@ impl HeadTensors {
         Ok(Self { dir: dir.into(), file_of })
     }
 
-    /// The names of the tensors of the head that `facts` describe.
+    /// Finds the tensors of the head that `facts` describe.
     ///
     /// # Errors
-    /// A tensor that is not there, that two names fit, or that is stored in few bits.
+    /// A missing, ambiguous or quantized tensor.
     pub(crate) fn locate(&self, facts: &TargetFacts) -> Result<Located> {
         let named = &facts.tensors;
         let (embedding, prefix) = self.embedding(named, facts)?;
@@ -88,7 +88,7 @@ impl HeadTensors {
         Ok(Located { embedding, norm, norm_bias, head, head_bias })
     }
 
-    /// What may be the tensors of a head of these sizes (H, V), for one who does not know the family.
+    /// Candidates for a head of these sizes (H, V), for a target of unknown family.
     pub(crate) fn candidates(&self, [hidden, rows]: [Option<i64>; 2]) -> NamedTensors {
         let outer: Vec<&String> = self.outer().collect();
         let fits = |name: &&&String, dims: usize, kinds: &[&str], sizes: &[Option<i64>]| {
@@ -129,10 +129,10 @@ impl HeadTensors {
         NamedTensors { embedding, norm, norm_bias, head }
     }
 
-    /// Checks that `name` is stored unquantised, and returns its kind.
+    /// Checks that `name` is not quantized, and returns its type.
     ///
     /// # Errors
-    /// It is not; the file that holds it is missing.
+    /// It is quantized, or its file is missing.
     pub(crate) fn kind(&self, name: &str, facts: &TargetFacts) -> Result<Kind> {
         match self.file(name)?.stored_kind(name)? {
             Ok(kind @ (Kind::Float | Kind::Half | Kind::BFloat16 | Kind::Double)) => Ok(kind),
@@ -144,7 +144,7 @@ impl HeadTensors {
     /// Reads `shape` of the tensor `name`, which may have more rows, to `place`.
     ///
     /// # Errors
-    /// It has another shape or fewer rows; a missing or damaged file.
+    /// Another shape or fewer rows; a missing or damaged file.
     pub(crate) fn read(
         &self,
         name: &str,
@@ -159,8 +159,8 @@ impl HeadTensors {
         Ok(tensor)
     }
 
-    /// Rows `ids` of the tensor `name`, which has at least as many as `shape` says, in float32: [I, ..] for
-    /// a shape [V, ..].
+    /// Rows `ids` of the tensor `name`, which has at least as many rows as `shape`, in float32: [I,
+    /// ..] for a shape [V, ..].
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -221,7 +221,7 @@ impl HeadTensors {
         NORMS.iter().map(name).find(|name| self.file_of.contains_key(name))
     }
 
-    /// The output projection; `None` where there is none, so that the embedding is in its place.
+    /// The output projection; `None` if there is none, so that it is tied.
     fn head(&self, facts: &TargetFacts) -> Result<Option<String>> {
         let fits: Vec<&String> = self
             .outer()
@@ -243,7 +243,7 @@ impl HeadTensors {
         }
     }
 
-    /// A tensor of a module of one of these names that has no plain weight.
+    /// A tensor of a module with one of these names that has no plain weight.
     fn packed(&self, modules: &[&str]) -> Option<String> {
         let is_packed = |name: &&String| {
             let mut parts = name.rsplit('.');
@@ -288,7 +288,7 @@ impl HeadTensors {
         self.file_of.contains_key(name).then(|| name.to_owned()).ok_or_else(missing)
     }
 
-    /// Names of what is in no numbered layer, and of the text model.
+    /// Names of the text model's tensors outside numbered layers.
     fn outer(&self) -> impl Iterator<Item = &String> {
         self.file_of.keys().filter(|name| is_outer(name))
     }
@@ -319,12 +319,12 @@ fn is_outer(name: &str) -> bool {
     })
 }
 
-/// The module's own name: `embed_tokens` of `model.embed_tokens.weight`.
+/// The module's own name, e.g. `embed_tokens` for `model.embed_tokens.weight`.
 fn last_part(name: &str) -> Option<&str> {
     name.strip_suffix(".weight")?.rsplit('.').next()
 }
 
-/// What stands before the module's own name: `model.` of `model.embed_tokens.weight`.
+/// The prefix of the module's own name, e.g. `model.` for `model.embed_tokens.weight`.
 fn prefix(name: &str) -> Option<&str> {
     let part = last_part(name)?;
     name.strip_suffix(".weight")?.strip_suffix(part)

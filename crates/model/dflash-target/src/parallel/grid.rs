@@ -1,4 +1,5 @@
-//! Which rank has what: ranks count through a stage's parts first, then through the stages.
+//! Assignment of layers and shards to ranks. Ranks count through a stage's parts first, then
+//! through the stages.
 
 use std::ops::Range;
 
@@ -7,45 +8,45 @@ use dflash_tensor::{Error, Result};
 use super::super::TargetConfig;
 use super::Shard;
 
-/// What ranks divide among themselves.
+/// A size that tensor parallelism divides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Divisible {
-    /// Its key of config.json, or what it is called.
+    /// Its config.json key, or a description.
     pub(crate) key: &'static str,
     pub(crate) size: i64,
-    /// Whether ranks that are a multiple of the size have one each, some the same.
+    /// Whether a multiple of `size` ranks also works, with several ranks sharing a unit.
     pub(crate) is_repeated: bool,
 }
 
 impl Divisible {
-    /// What each rank has as much of.
+    /// A size that must be a multiple of the ranks.
     pub(crate) fn new(key: &'static str, size: i64) -> Self {
         Self { key, size, is_repeated: false }
     }
 
-    /// Whether so many ranks can divide it.
+    /// Whether `ranks` ranks can divide it.
     fn fits(self, ranks: usize) -> bool {
         let ranks = ranks as i64;
         self.size % ranks == 0 || self.is_repeated && ranks % self.size == 0
     }
 
-    /// What a number of ranks that does not fit does not do.
+    /// How the rank count fails to fit, for messages.
     fn relation(self) -> &'static str {
         if self.is_repeated { "neither divides nor is a multiple of" } else { "does not divide" }
     }
 }
 
-/// Into how many stages and parts a target is divided.
+/// Number of pipeline stages and tensor-parallel ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
-    /// Stages of consecutive layers.
+    /// Pipeline stages of consecutive layers.
     pub pipeline: usize,
     /// Ranks that share the heads and the inner width of every layer.
     pub tensor: usize,
 }
 
 impl Grid {
-    /// Ranks in all.
+    /// Total number of ranks.
     pub fn ranks(self) -> usize {
         self.pipeline * self.tensor
     }
@@ -55,17 +56,17 @@ impl Grid {
         rank / self.tensor
     }
 
-    /// The part that `rank` has of its stage's layers.
+    /// The tensor-parallel index of `rank` within its stage.
     pub fn part(self, rank: usize) -> usize {
         rank % self.tensor
     }
 
-    /// The rank of part `part` of `stage`.
+    /// The rank with tensor-parallel index `part` in `stage`.
     pub fn rank(self, stage: usize, part: usize) -> usize {
         stage * self.tensor + part
     }
 
-    /// The layers of each stage, counted from 0, so that the process that holds most holds least.
+    /// The layers of each stage, counted from 0, chosen to minimise the largest stage.
     ///
     /// # Errors
     /// As [`Self::check`].
@@ -74,9 +75,9 @@ impl Grid {
         Ok(spread(&costs, self.pipeline))
     }
 
-    /// Numbers that a process of each stage holds of a target: its part of matrices (of key heads that
-    /// are fewer than the ranks one, of routers and of what makes latents all), and on the first stage
-    /// the embedding and what else is made of the tokens for all layers, whole.
+    /// Elements that a process of each stage stores. Matrices are sharded; with more ranks than key
+    /// heads each has one, and routers and latent projections are replicated. The first stage also
+    /// has the embedding and the per-layer inputs, not sharded.
     ///
     /// # Errors
     /// As [`Self::check`].
@@ -86,7 +87,7 @@ impl Grid {
         Ok(stages.into_iter().map(|stage| costs[stage].iter().sum()).collect())
     }
 
-    /// Numbers that a process of its stage holds for each layer.
+    /// Elements per layer that a process of its stage stores.
     fn costs(self, config: &TargetConfig) -> Result<Vec<f64>> {
         self.check(config)?;
         let architecture = config.family.architecture();
@@ -100,11 +101,11 @@ impl Grid {
         Ok((0..config.num_hidden_layers).map(of_layer).collect())
     }
 
-    /// Refuses a target that cannot be divided so.
+    /// Checks that a target can be divided this way.
     ///
     /// # Errors
-    /// More stages than layers; heads, widths or numbers of experts that `tensor` ranks cannot divide.
-    /// Each names what is possible.
+    /// More stages than layers; heads, widths or expert counts that `tensor` ranks cannot divide.
+    /// Each error names the possible values.
     pub fn check(self, config: &TargetConfig) -> Result<()> {
         let layers = config.num_hidden_layers;
         if self.pipeline > layers {
@@ -123,7 +124,7 @@ impl Grid {
     }
 }
 
-/// The numbers of ranks that can divide all of `sizes`, for people.
+/// The rank counts that can divide all of `sizes`, for messages.
 fn possible(sizes: &[Divisible]) -> String {
     let once = sizes.iter().filter(|size| !size.is_repeated);
     let most = once.map(|size| size.size).min().unwrap_or(1) as usize;
@@ -132,12 +133,12 @@ fn possible(sizes: &[Divisible]) -> String {
     possible.join(", ")
 }
 
-/// Consecutive items for each of so many stages, none without, so that the costliest stage costs the
-/// least.
+/// Splits items into consecutive nonempty stages so that the largest cost of a stage is minimal.
 fn spread(costs: &[u64], stages: usize) -> Vec<Range<usize>> {
     assert!((1..=costs.len()).contains(&stages), "{stages} stages of {} layers", costs.len());
     let sum = |range: Range<usize>| costs[range].iter().sum::<u64>();
-    // best[s][n]: the costliest of s + 1 stages of the first n items, and where the last one begins.
+    // best[s][n]: the largest cost with s + 1 stages of the first n items, and the start of the
+    // last one.
     let mut best: Vec<Vec<(u64, usize)>> =
         vec![(0..=costs.len()).map(|end| (sum(0..end), 0)).collect()];
     for stage in 1..stages {
@@ -187,7 +188,7 @@ mod tests {
         assert_eq!(of(1, 1), [4.0 * layer + embedding]);
         assert_eq!(of(2, 1), [2.0 * layer + embedding, 2.0 * layer]);
         assert_eq!(of(4, 2), [layer / 2.0 + embedding, layer / 2.0, layer / 2.0, layer / 2.0]);
-        // A quarter of all but keys and values, of which each rank has one of two heads, 16 wide.
+        // A quarter of everything but keys and values: each rank has one of two heads of size 16.
         let quarter = (layer - 4.0 * 64.0 * 16.0) / 4.0 + 2.0 * 64.0 * 16.0;
         assert_eq!(of(1, 4), [4.0 * quarter + embedding]);
     }
@@ -202,7 +203,7 @@ mod tests {
         };
         check(4, 2, "");
         check(5, 1, "--pipeline is 5, but the target has 4 layers, and every stage needs one");
-        // Two key heads, of which four ranks have one each.
+        // Two key heads for four ranks, each of which has one.
         check(1, 4, "");
         let heads = "--tensor-parallel-size is 8, which does not divide num_attention_heads, 4, of \
                      this Qwen3ForCausalLM; possible: 1, 2, 4. --pipeline splits by layers";

@@ -1,4 +1,4 @@
-//! What one process has of a parallel target: some of its layers, or a part of them.
+//! One process's part of a parallel target: some of its layers, or a shard of them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,38 +20,38 @@ use crate::prefill::{PrefillOptions, fill_up, least, multiplies_in_bf16};
 use crate::target::{Body, Stack, document_positions, is_of_part, of_documents};
 use crate::{PackedPrompts, TargetConfig};
 
-/// Consecutive layers of a target, or a part of them.
+/// Consecutive layers of a target, or a shard of them.
 #[derive(Debug)]
 pub struct Part {
     config: TargetConfig,
     place: (Device, Kind),
     in_bf16: bool,
-    /// The layers of each stage, counted from 0, and which of them these are.
+    /// The layers of each stage, counted from 0, and the index of this stage.
     stages: Vec<Range<usize>>,
     stage: usize,
-    /// On the first stage.
+    /// Only in the first stage.
     embedding: Option<Embedding>,
     body: Body,
     sums: Option<Arc<dyn Sum>>,
 }
 
-/// What goes from stage to stage.
+/// What a stage sends to the next.
 #[derive(Debug)]
 pub struct Passing {
     /// The residual stream [T, H].
     pub x_th: Tensor,
-    /// What the family has made of the tokens for all layers.
+    /// Per-token inputs that the family computed for all layers.
     pub prepared: Option<Tensor>,
-    /// Keys and values that later layers look at too, by their layer.
+    /// Keys and values that later layers reuse, by their layer.
     pub shared: HashMap<usize, (Tensor, Tensor)>,
 }
 
-/// The auxiliary hidden states [T, H] of a stage's own layers, by their ids.
+/// Auxiliary hidden states [T, H] of a stage's own layers, with their ids.
 pub type States = Vec<(u32, Tensor)>;
 
 impl Part {
-    /// Loads what process number `rank` of `grid` has of the target in `dir`; `options.highest` is not
-    /// heeded. Its parallel products go through `sums`.
+    /// Loads the part of the target in `dir` that belongs to `rank` of `grid`; ignores
+    /// `options.highest`. Partial products are summed through `sums`.
     ///
     /// # Errors
     /// As [`super::super::Target::load`]; [`Grid::check`].
@@ -89,12 +89,12 @@ impl Part {
         &self.config
     }
 
-    /// Device and kind of its weights and activations.
+    /// Device, and type of weights and activations.
     pub fn place(&self) -> (Device, Kind) {
         self.place
     }
 
-    /// Whether float32 matrices are multiplied in bf16.
+    /// Whether float32 matrix products use bf16.
     pub fn multiplies_in_bf16(&self) -> bool {
         self.in_bf16
     }
@@ -104,29 +104,30 @@ impl Part {
         &self.stages
     }
 
-    /// Its own layers.
+    /// This stage's layers.
     pub fn layers(&self) -> Range<usize> {
         self.stages[self.stage].clone()
     }
 
-    /// `prompts` as they are computed here: a prompt that nobody asked for may come behind them.
+    /// `prompts` as processed here, possibly padded with a filler prompt.
     pub fn filled_up(&self, prompts: &PackedPrompts) -> PackedPrompts {
         fill_up(prompts, self.place.0, self.in_bf16)
     }
 
-    /// Tokens that a batch has on a CPU at least.
+    /// Minimum tokens per batch on a CPU.
     pub fn least_tokens() -> usize {
         least()
     }
 
-    /// Runs its layers up to layer id `until` over `prompts`, with what has `arrived` from the stage
-    /// before: what goes on, and the states of those of `layer_ids` that its layers end with.
+    /// Runs its layers up to layer id `until` over `prompts`, with the input that has `arrived`
+    /// from the previous stage. Returns the output for the next stage and the states of its own
+    /// layers in `layer_ids`.
     ///
     /// # Errors
-    /// libtorch does not take the target's kind of products.
+    /// libtorch does not support the required product precision.
     ///
     /// # Panics
-    /// For lack of memory; when nothing arrives at a later stage.
+    /// If out of memory, or if a later stage has no input.
     pub fn run(
         &self,
         prompts: &PackedPrompts,

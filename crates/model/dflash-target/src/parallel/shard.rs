@@ -1,4 +1,4 @@
-//! What a process has of parallel projections, and the sum that makes its products those of all.
+//! A process's shard of parallel projections, and the sum over processes.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -6,17 +6,17 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-/// Sums over the processes that have the parts of one layer.
+/// All-reduce over the processes that share a layer.
 pub trait Sum: Debug + Send + Sync {
-    /// Layer `number`, counted from 0, runs next.
+    /// Announces that layer `number`, counted from 0, runs next.
     fn at(&self, number: usize);
 
-    /// Writes over `partial` [T, ..] the sum of all processes' partial results. One that fails leaves the
-    /// numbers as they are: a pass has no way to say so.
+    /// Replaces `partial` [T, ..] by the sum over all processes. On failure the values are left as
+    /// they are, since a pass cannot report errors.
     fn sum(&self, partial: &Tensor);
 }
 
-/// A process's part of every parallel projection.
+/// A process's shard of every parallel projection.
 #[derive(Debug, Clone)]
 pub(crate) struct Shard {
     part: i64,
@@ -25,28 +25,27 @@ pub(crate) struct Shard {
 }
 
 impl Shard {
-    /// All of everything.
+    /// Not sharded.
     pub(crate) const WHOLE: Self = Self { part: 0, of: 1, sums: None };
 
-    /// Part `part` of `of`.
     pub(crate) fn new(part: usize, of: usize, sums: Option<Arc<dyn Sum>>) -> Self {
         Self { part: part as i64, of: of as i64, sums }
     }
 
-    /// How much of `whole` is this process's, which the grid's check has found divisible.
+    /// This process's share of `whole`, which the grid's check has found divisible.
     pub(crate) fn share(&self, whole: i64) -> i64 {
         assert_eq!(whole % self.of, 0, "{whole} heads or columns for {} processes", self.of);
         whole / self.of
     }
 
-    /// Which of `whole` are this process's.
+    /// This process's range of `whole`.
     pub(crate) fn own(&self, whole: i64) -> Range<i64> {
         let own = self.share(whole);
         self.start(own)..self.start(own) + own
     }
 
-    /// Which of so many key heads this process's query heads read: its share, or where the processes
-    /// are more than the heads, the one that it has in common with others.
+    /// The key heads that this process's query heads read: its share, or, with more processes than
+    /// heads, one that it has in common with others.
     pub(crate) fn own_keys(&self, heads: i64) -> Range<i64> {
         if self.of <= heads {
             return self.own(heads);
@@ -56,12 +55,12 @@ impl Shard {
         head..head + 1
     }
 
-    /// How many processes have each of so many key heads.
+    /// Number of processes that have each key head.
     pub(crate) fn holders(&self, heads: i64) -> i64 {
         (self.of / heads).max(1)
     }
 
-    /// This process's rows of `x`, which are its share of each of so many that lie end to end there.
+    /// This process's rows of `x`, which concatenates `parts`: its share of each part.
     pub(crate) fn own_rows(&self, x: &Tensor, parts: &[i64]) -> Tensor {
         if !self.is_parallel() {
             return x.shallow_clone();
@@ -76,22 +75,22 @@ impl Shard {
         Tensor::cat(&own.collect::<Vec<_>>(), 0)
     }
 
-    /// Where this process's share of so many begins.
+    /// Start of this process's share, given its size `own`.
     pub(crate) fn start(&self, own: i64) -> i64 {
         self.part * own
     }
 
-    /// What all have of which this process's share is `own`.
+    /// Total size, given this process's share `own`.
     pub(crate) fn whole(&self, own: i64) -> i64 {
         self.of * own
     }
 
-    /// Whether other processes have parts too.
+    /// Whether there are several processes.
     pub(crate) fn is_parallel(&self) -> bool {
         self.of > 1
     }
 
-    /// The sum over all processes of `partial` [T, ..], which is written over.
+    /// All-reduces `partial` [T, ..] in place.
     pub(crate) fn summed(&self, partial: Tensor) -> Tensor {
         if let Some(sums) = &self.sums {
             sums.sum(&partial);

@@ -1,5 +1,5 @@
-//! Heads of targets: hidden state 0 and logits of every vector's family, from its checkpoint as it is
-//! and written in the other ways that checkpoints are written.
+//! Heads of targets: hidden state 0 and logits for every vector's family, from its checkpoint as is
+//! and in the other forms that checkpoints take.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,19 +14,19 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 const TOLERANCE: f64 = 1e-4;
 const CPU_F32: (Device, Kind) = (Device::Cpu, Kind::Float);
-/// The same for tensors that are made here.
+/// The type and device of tensors made here.
 const FLOATS: (Kind, Device) = (Kind::Float, Device::Cpu);
-/// Rows that no token uses.
+/// Rows unused by any token.
 const PADDING: i64 = 16;
 
-/// A checkpoint to be written: its configuration, and the tensors outside its layers.
+/// A checkpoint to write: its configuration, and the tensors outside its layers.
 #[derive(Debug)]
 struct Checkpoint {
     config: Value,
     tensors: Vec<(String, Tensor)>,
 }
 
-/// What a head must give.
+/// Expected results of a head.
 struct Golden {
     ids_t: Tensor,
     embedded_th: Tensor,
@@ -73,7 +73,7 @@ fn check(dir: &Path, change: fn(&mut Checkpoint)) {
     no_grad(|| {
         let head = TargetIo::of(written.path(), &facts, CPU_F32).unwrap();
         assert_close("state 0", &head.embed(&golden.ids_t), &golden.embedded_th, TOLERANCE);
-        // rows that were added have logits of their own
+        // added rows have logits of their own
         let rows = golden.logits_tv.size()[1];
         let logits_tv = head.logits(&golden.last_th).narrow(1, 0, rows);
         assert_close("logits", &logits_tv, &golden.logits_tv, TOLERANCE);
@@ -119,7 +119,7 @@ impl Checkpoint {
         Self { config: serde_json::from_str(&config).unwrap(), tensors }
     }
 
-    /// Writes a shard for each tensor, and names one that holds the layers and is not there.
+    /// Writes one shard per tensor, and lists a missing one for the layers.
     fn write_in_shards(&self, dir: &Path) {
         let mut shards = BTreeMap::from([(
             "model.layers.0.mlp.up_proj.weight".to_owned(),
@@ -150,7 +150,7 @@ impl Checkpoint {
     }
 }
 
-/// Flat ones nested under another prefix, nested ones under one more.
+/// Moves flat names under another prefix, and nested ones one level deeper.
 fn nested(checkpoint: &mut Checkpoint) {
     if checkpoint.config.get("text_config").is_none() {
         let text = checkpoint.config.clone();
@@ -162,7 +162,7 @@ fn nested(checkpoint: &mut Checkpoint) {
     });
 }
 
-/// A multimodal model of a name that nobody knows, around a text model whose type is known.
+/// A multimodal model of unknown name around a text model of known type.
 fn wrapped(checkpoint: &mut Checkpoint) {
     let mut text = checkpoint.text_config().clone();
     text.as_object_mut().unwrap().remove("architectures");
@@ -181,7 +181,7 @@ fn wrapped(checkpoint: &mut Checkpoint) {
     checkpoint.tensors.push(("model.visual.merger.norm.weight".to_owned(), tower));
 }
 
-/// Matrices with more rows than the vocabulary has.
+/// Matrices with more rows than the vocabulary.
 fn padded_matrices(checkpoint: &mut Checkpoint) {
     let rows = checkpoint.text_config()["vocab_size"].as_i64().unwrap();
     for (_, tensor) in &mut checkpoint.tensors {
@@ -192,7 +192,7 @@ fn padded_matrices(checkpoint: &mut Checkpoint) {
     }
 }
 
-/// The same, and the configuration counts them.
+/// The same, with a configuration that counts the extra rows.
 fn padded_vocabulary(checkpoint: &mut Checkpoint) {
     let rows = checkpoint.text_config()["vocab_size"].as_i64().unwrap();
     padded_matrices(checkpoint);

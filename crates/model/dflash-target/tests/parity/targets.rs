@@ -1,7 +1,7 @@
-//! Targets: every hidden state, logits, and decoding with a cache, against Hugging Face's.
+//! Targets: every hidden state, logits, and cached decoding, compared with Hugging Face's.
 //!
-//! Which families run is the code's own list. One that it refuses must be named here, so that a
-//! family which stops loading is a failure, and so is one that begins to load and stays named.
+//! The code itself lists the families that it runs. A family that it refuses must be named here, so
+//! that one that stops loading is a failure, and so is one that starts loading while still named.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use super::on_all_paths;
 
-/// Architectures whose text model is that of one with vectors, under `text_config`.
+/// Architectures that contain, under `text_config`, the text model of one with vectors.
 const NESTED: [&str; 5] = [
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -44,19 +44,18 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials
 }
 
-/// Tensors and their names.
 type Named = Vec<(String, Tensor)>;
 
-/// A checkpoint of the vectors as it is spelt elsewhere.
+/// Another form of the vectors' checkpoints.
 struct Spelling {
     name: &'static str,
     of: &'static str,
     config: fn(&mut Value),
-    /// What a tensor is called and laid out, given what Transformers calls it.
+    /// Maps tensors from Transformers' names and layout.
     tensors: fn(Named) -> Named,
 }
 
-/// Spellings of released checkpoints, of earlier Transformers, and of models for text and images.
+/// Forms of released checkpoints, of earlier Transformers, and of image-text models.
 const SPELLINGS: [Spelling; 7] = [
     Spelling {
         name: "Gemma 3 for images, before 2026",
@@ -80,7 +79,7 @@ const SPELLINGS: [Spelling; 7] = [
             let mut text = config.take();
             text.as_object_mut().unwrap().remove("per_layer_config");
             text["global_head_dim"] = json!(32);
-            // Of the large models alone, whose values are their keys.
+            // Only in the large models, whose values equal their keys.
             text["num_global_key_value_heads"] = json!(4);
             *config =
                 json!({ "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text });
@@ -159,7 +158,7 @@ fn prefixed(tensors: Vec<(String, Tensor)>, prefix: &str) -> Vec<(String, Tensor
     tensors.into_iter().map(|(name, x)| (format!("{prefix}{name}"), x)).collect()
 }
 
-/// Experts that are stored one by one, as one tensor of a layer.
+/// Merges experts stored one by one into one tensor per layer.
 fn fused(tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
     let mut fused: BTreeMap<String, Vec<(usize, bool, Tensor)>> = BTreeMap::new();
     let mut others = Vec::new();
@@ -206,7 +205,7 @@ fn spelling(found: &[Entry], spelling: &'static Spelling) -> Trial {
     })
 }
 
-/// What config.json says under `architectures`.
+/// The value of `architectures` in config.json.
 fn architecture(dir: &Path) -> Option<String> {
     let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -275,8 +274,8 @@ fn check(dir: &Path, kernels: Kernels) {
     });
 }
 
-/// The tokens as the second of two packed documents, and, a block behind their prefill, as the second of
-/// two sequences of a pass; `last_th` is their last state.
+/// Runs the tokens as the second of two packed documents and, for a block after their prefill, as
+/// the second of two sequences in a pass; `last_th` is their last state.
 fn side_by_side(target: &Target, ids: &Tensor, (prefill, last_th): (i64, &Tensor)) {
     let tokens = ids.size()[0];
     let packed = Tensor::cat(&[&ids.narrow(0, 4, 13), ids], 0);
@@ -285,7 +284,7 @@ fn side_by_side(target: &Target, ids: &Tensor, (prefill, last_th): (i64, &Tensor
     assert_close("second document", &states[0].narrow(0, 13, tokens), last_th, TOLERANCE);
     let [mut first, mut second] = [0, 1].map(|_| target.new_cache(tokens as usize));
     target.forward_cached(&ids.narrow(0, 0, prefill), &mut second, &[]);
-    // A block that is refused, and then the tokens themselves.
+    // First a rejected block, then the tokens themselves.
     target.forward_cached(&ids.narrow(0, prefill, 4).full_like(3), &mut second, &[]);
     second.truncate(prefill as usize);
     let block = tokens - prefill;
@@ -297,7 +296,7 @@ fn side_by_side(target: &Target, ids: &Tensor, (prefill, last_th): (i64, &Tensor
     let out = target.forward_sequences(&both, &mut parts, &[]).hidden_td;
     let (begin, end) = (out.narrow(0, 0, 9), out.narrow(0, 9, block));
     let first_th = match target.longest_in_pieces() {
-        // All of the tokens have other frequencies than their beginning has.
+        // All tokens together use other frequencies than their beginning.
         Some(longest) if longest < tokens as usize => {
             target.forward_packed(&ids.narrow(0, 0, 9), &[0, 9], &[layers]).remove(0)
         }
@@ -307,7 +306,7 @@ fn side_by_side(target: &Target, ids: &Tensor, (prefill, last_th): (i64, &Tensor
     assert_close("second sequence", &end, &last_th.narrow(0, prefill, block), TOLERANCE);
 }
 
-/// Logits of the tokens from `prefill` on, fed one by one behind a cache of those before.
+/// Logits of the tokens from `prefill` on, decoded one by one with a cache.
 fn decode(target: &Target, ids: &Tensor, prefill: i64) -> Tensor {
     let tokens = ids.size()[0];
     let mut cache = target.new_cache(tokens as usize);

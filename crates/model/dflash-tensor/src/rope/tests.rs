@@ -1,5 +1,5 @@
-//! Frequencies against Transformers' (5.17, `ROPE_INIT_FUNCTIONS`, of a LlamaConfig with four heads as
-//! wide as given and these rope_parameters), printed as doubles.
+//! Compares frequencies with Transformers 5.17 (`ROPE_INIT_FUNCTIONS` on a LlamaConfig with four
+//! heads of the given width and these rope_parameters), printed as doubles.
 
 use serde_json::{Value, json};
 

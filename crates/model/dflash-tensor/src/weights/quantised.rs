@@ -1,5 +1,5 @@
-//! Checkpoints in fp8 with a scale for each block of a matrix, as DeepSeek, MiniMax and Qwen release them:
-//! multiplied out as they are read.
+//! fp8 checkpoints with one scale per block of a matrix, as released by DeepSeek, MiniMax and Qwen;
+//! dequantized while they are read.
 
 use dflash_formats::fields::Fields;
 use serde_json::Value;
@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::Weights;
 use crate::{Error, Result};
 
-/// Rows and columns of a matrix that share a scale.
+/// Size of the blocks that share a scale.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Block {
     rows: i64,
@@ -16,10 +16,10 @@ pub(super) struct Block {
 }
 
 impl Weights {
-    /// Makes sure that the weights are stored in a way that we read, by `quantization_config`.
+    /// Checks from `quantization_config` that the weights are stored in a supported way.
     ///
     /// # Errors
-    /// They are quantised in another way, which is named.
+    /// Another quantization method, which is named.
     pub(super) fn check_quantization(&self) -> Result<()> {
         const KEY: &str = "quantization_config";
         let file = Fields::read(&self.dir, "config.json")?;
@@ -44,7 +44,7 @@ impl Weights {
     /// Whether tensor `name` is in fp8.
     ///
     /// # Errors
-    /// It holds no numbers that a weight could be.
+    /// A missing tensor or a non-weight type.
     pub(super) fn is_fp8(&self, name: &str) -> Result<bool> {
         match self.shard(name)?.readable_kind(name)? {
             Kind::Float8e4m3fn => Ok(true),
@@ -56,8 +56,8 @@ impl Weights {
         }
     }
 
-    /// As [`Weights::read_part_into`], of a matrix in fp8 times the scales of its blocks. Some rows at a
-    /// time, so that little is held beside the destination.
+    /// As [`Weights::read_part_into`], for an fp8 matrix with block scales. Works on a few rows at
+    /// a time, so it needs little memory beyond the destination.
     pub(super) fn read_fp8(
         &self,
         name: &str,
@@ -86,7 +86,7 @@ impl Weights {
         let wanted = destination.size();
         let mut row = first_row;
         while row < first_row + wanted[0] {
-            // Up to the end of the rows that share their scales.
+            // Up to the end of the row's scale block.
             let end = ((row / block.rows + 1) * block.rows).min(first_row + wanted[0]);
             let stored = shard.part(name, row * columns..end * columns)?;
             let values = stored.to_kind(Kind::Float).view([end - row, columns]);

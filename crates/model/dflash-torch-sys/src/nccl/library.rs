@@ -1,4 +1,4 @@
-//! The functions of NCCL that we call, as nccl.h of NCCL 2 declares them.
+//! The NCCL functions in use, as declared in NCCL 2's nccl.h.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -6,16 +6,16 @@ use super::ID_BYTES;
 use crate::Error;
 use crate::cuda::{function, open_library};
 
-/// The name under which libtorch's CUDA half asks for it.
+/// The name by which libtorch's CUDA library loads it.
 const LIBRARY: &CStr = c"libnccl.so.2";
 
-/// A symbol of a library that works on the host's memory; NVIDIA's has none of that name.
+/// Symbol exported by a library that works on host memory; NVIDIA's has no such symbol.
 const TAKES_HOST_MEMORY: &CStr = c"dflash_nccl_takes_host_memory";
 
-/// `ncclRemoteError`: a peer has died or the network has failed.
+/// `ncclRemoteError`: a peer died or the network failed.
 const REMOTE: Status = 6;
 
-/// `ncclInProgress`: not a fault.
+/// `ncclInProgress`: not an error.
 pub(super) const IN_PROGRESS: Status = 7;
 
 pub(super) type Status = c_int;
@@ -26,7 +26,7 @@ pub(super) type Stream = *mut c_void;
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(pub(super) [c_char; ID_BYTES]);
 
-/// Input, output, elements, their type, the operation (the root for a broadcast), group, stream.
+/// Input, output, element count, element type, operation (or root), group, stream.
 type Collective =
     unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> Status;
 
@@ -43,7 +43,7 @@ pub(super) struct Library {
     pub(super) broadcast: Collective,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
     last_error: unsafe extern "C" fn(Comm) -> *const c_char,
-    /// Whether it carries CPU tensors.
+    /// Whether it accepts CPU tensors.
     pub(super) takes_host_memory: bool,
 }
 
@@ -56,7 +56,7 @@ impl Library {
         let handle = open_library(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
             .map_err(|reason| Error::NoNccl { reason })?;
         let absent = |reason| Error::NoNccl { reason };
-        // SAFETY: the fields have the types that nccl.h gives the symbols.
+        // SAFETY: the field types match the declarations in nccl.h.
         unsafe {
             Ok(Self {
                 get_unique_id: function(handle, c"ncclGetUniqueId").map_err(absent)?,
@@ -74,8 +74,8 @@ impl Library {
         }
     }
 
-    /// The error of a status that is not 0: what NCCL calls it, and what it last wrote about `comm`
-    /// (null where there is none yet).
+    /// Converts a nonzero status to an error: NCCL's name for it, and its last message about `comm`
+    /// (null if there is none yet).
     pub(super) fn check(
         &self,
         operation: &'static str,
@@ -85,8 +85,8 @@ impl Library {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: NCCL returns a static text for every status, and one that lives until its next
-        // error for a communicator, or null.
+        // SAFETY: NCCL returns a static string for every status; for a communicator, null or a
+        // string that is valid until its next error.
         let (name, last) =
             unsafe { (text((self.error_string)(status)), text((self.last_error)(comm))) };
         let last = last.lines().next().unwrap_or_default().trim();
@@ -105,12 +105,12 @@ impl Library {
 }
 
 /// # Safety
-/// Null, or a text that ends with 0.
+/// `pointer` must be null or a NUL-terminated string.
 unsafe fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();
     }
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 

@@ -1,5 +1,4 @@
-//! What puts a collective behind the computation before it, and the computation behind the collective:
-//! the streams of a GPU, or nothing where a call is done when it returns.
+//! Orders collectives and computation: by streams on a GPU, trivially for blocking calls.
 
 use std::sync::Arc;
 
@@ -13,12 +12,11 @@ use crate::Error;
 pub(super) enum Order {
     Gpu {
         ordinal: usize,
-        /// What the computation runs on.
         compute: Arc<CudaStream>,
-        /// What the collectives run on.
+        /// The collectives' stream.
         stream: Arc<CudaStream>,
     },
-    /// On the host's memory, by a library that takes it.
+    /// Host memory, with a library that accepts it.
     Host,
 }
 
@@ -37,7 +35,7 @@ impl Order {
         }
     }
 
-    /// Makes the GPU current on this thread: those of others may have been.
+    /// Makes the GPU current on this thread, where another may have been.
     pub(super) fn bind(&self, operation: &'static str) -> Result<(), Error> {
         match self {
             Self::Gpu { stream, .. } => {
@@ -47,7 +45,7 @@ impl Order {
         }
     }
 
-    /// The stream on which a collective follows what the computation has done so far.
+    /// The collectives' stream, made to wait for the computation submitted so far.
     pub(super) fn after_computation(&self, operation: &'static str) -> Result<Stream, Error> {
         match self {
             Self::Gpu { compute, stream, .. } => {
@@ -59,7 +57,7 @@ impl Order {
         }
     }
 
-    /// Marks the end of what was put on the collectives' stream; `None` where it is done.
+    /// Records an event after the submitted collectives; `None` if they are already complete.
     pub(super) fn mark(&self, operation: &'static str) -> Result<Option<CudaEvent>, Error> {
         match self {
             Self::Gpu { stream, .. } => {
@@ -69,7 +67,7 @@ impl Order {
         }
     }
 
-    /// Lets the computation go on only after `done`.
+    /// Makes the computation wait for `done`.
     pub(super) fn before_computation(
         &self,
         operation: &'static str,
@@ -84,7 +82,7 @@ impl Order {
     }
 }
 
-/// Whether the GPU has come to the event.
+/// Whether the GPU has reached the event.
 pub(super) fn is_done(event: &CudaEvent) -> Result<bool, DriverError> {
     event.context().bind_to_thread()?;
     event.try_is_complete()

@@ -1,4 +1,4 @@
-//! `dflash bench`: settings to one library call, and its report.
+//! `dflash bench`: passes the settings to the library and prints its report.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -13,7 +13,6 @@ use dflash_train::bench::{self, Measured, MeasuredFlash, MeasuredProduct};
 
 use super::{described, draft};
 
-/// Runs the command.
 pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     match &settings.subject {
         BenchSubject::TrainStep(settings) => train_step(settings, stop),

@@ -1,4 +1,4 @@
-//! `dflash demo-target`: settings to one library call.
+//! `dflash demo-target`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,7 +7,6 @@ use dflash_demo_target::Event;
 use dflash_io::{Progress, Unit, say};
 use dflash_settings::DemoTargetSettings;
 
-/// Runs the command.
 pub(crate) fn run(settings: &DemoTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let mut progress = None;
     let made = dflash_demo_target::run(settings, stop, &mut |event| show(&event, &mut progress))?;

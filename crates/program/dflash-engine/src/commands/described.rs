@@ -1,11 +1,11 @@
-//! What the user says of a target in a file, now or when a run began.
+//! The user's description of a target: a file given now, or the one recorded by a run.
 
 use std::path::Path;
 
 use dflash_run::RunDir;
 use dflash_target::TargetSpec;
 
-/// The description in `file`, else that of the run that the draft or run directory `of` is from.
+/// The description in `file`, else the one recorded by the run to which the directory `of` belongs.
 pub(super) fn described(
     file: Option<&Path>,
     of: Option<&Path>,
@@ -13,7 +13,7 @@ pub(super) fn described(
     if let Some(file) = file {
         return Ok(Some(TargetSpec::load(file)?));
     }
-    // a step's directory lies in its run's
+    // A checkpoint's directory lies in its run's.
     let places = of.into_iter().flat_map(|of| std::iter::once(of).chain(of.parent()));
     for place in places.filter(|place| place.is_dir()) {
         let Some(made) = RunDir::at(place).provenance()? else { continue };

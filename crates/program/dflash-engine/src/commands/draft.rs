@@ -1,5 +1,5 @@
-//! The draft that the settings describe: what they leave open comes from a stored draft, from the
-//! target and its tokenizer, or is the paper's choice.
+//! Resolves the draft's settings: unset ones come from a stored draft, from the target and its
+//! tokenizer, or from the paper.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,16 +19,15 @@ use dflash_target::{
 };
 use dflash_train::config::DraftShape;
 
-/// The draft to start from, where there is one.
+/// The draft to start from, if any.
 pub(super) struct Draft {
-    /// Its directory.
     pub(super) dir: Option<PathBuf>,
     config: Option<DraftConfig>,
-    /// Tokens that it can propose, where these are not all.
+    /// Size of its reduced vocabulary, if it has one.
     vocabulary: Option<usize>,
 }
 
-/// The directory of the draft `name`: a checkpoint, a run or its `latest` or `best`, or a repository.
+/// The directory of the draft `name`: a checkpoint, a run, its `latest` or `best`, or on the Hub.
 pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf> {
     let found = dflash_run::draft_dir(Path::new(name))?;
     if found != Path::new(name) {
@@ -38,7 +37,7 @@ pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf
     Ok(Hub::from_env().model(name, Part::Draft, stop)?)
 }
 
-/// What proposes tokens, by its name on the command line.
+/// The draft source `name` of the command line.
 pub(super) fn source(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
     Ok(match name {
         NO_DRAFT => DraftSource::None,
@@ -47,7 +46,7 @@ pub(super) fn source(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<Draft
     })
 }
 
-/// The same of a setting that may be left out.
+/// The same for an optional setting.
 pub(super) fn optional(name: Option<&str>, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
     name.map_or(Ok(DraftSource::None), |name| source(name, stop))
 }
@@ -61,15 +60,14 @@ impl Draft {
         Ok(Self { dir, config, vocabulary })
     }
 
-    /// The same draft with the shape of the run that goes on from the checkpoint in `resumed`, which has it
-    /// whatever that run began with; what the flags say is compared with it later.
+    /// The same draft with the shape stored in the checkpoint `resumed`, to be compared later.
     pub(super) fn resuming(self, resumed: &Path) -> Self {
-        // A checkpoint that is damaged is refused as one.
+        // Loading the checkpoint reports any damage later.
         let config = DraftConfig::load(resumed).ok().or(self.config);
         Self { config, vocabulary: vocabulary_size(resumed).ok().flatten(), ..self }
     }
 
-    /// The draft's shape but for its mask token, which needs the tokenizer: 0 where it is not given.
+    /// The draft's shape; the mask token, which depends on the tokenizer, is 0 unless given.
     pub(super) fn shape(&self, settings: &DraftSettings, target: &TargetFacts) -> DraftShape {
         let depth = target.num_hidden_layers;
         let stored = self.config.as_ref();
@@ -101,7 +99,7 @@ impl Draft {
         }
     }
 
-    /// The whole shape.
+    /// The complete shape, mask token included.
     pub(super) fn shape_with_mask(
         &self,
         settings: &DraftSettings,
@@ -134,12 +132,12 @@ impl Draft {
     }
 }
 
-/// Tokens that the draft in `dir` can propose, where these are not all.
+/// Size of the reduced vocabulary of the draft in `dir`, if it has one.
 fn vocabulary_size(dir: &Path) -> dflash_tensor::Result<Option<usize>> {
     Ok(DraftVocabulary::load(dir)?.map(|vocabulary| vocabulary.selected().len()))
 }
 
-/// Refuses a mask token that means something, or that the target has no row for.
+/// Refuses a mask token that occurs in text or has no row in the target's embedding.
 pub(super) fn check_mask_token(
     tokenizer: Option<&ChatTokenizer>,
     (target_dir, target): (&Path, &TargetFacts),
@@ -150,7 +148,7 @@ pub(super) fn check_mask_token(
     Ok(())
 }
 
-/// The target's tokenizer; `None` for one whose files only its own Python reads.
+/// The target's tokenizer; `None` if only its own Python code can read it.
 pub(super) fn tokenizer(target_dir: &Path) -> anyhow::Result<Option<ChatTokenizer>> {
     match ChatTokenizer::load(target_dir) {
         Ok(tokenizer) => Ok(Some(tokenizer)),
@@ -159,7 +157,8 @@ pub(super) fn tokenizer(target_dir: &Path) -> anyhow::Result<Option<ChatTokenize
     }
 }
 
-/// What decides the mask token. Without tokenizer.json there is what tokenizer_config.json tells.
+/// The facts that determine the mask token; tokenizer_config.json replaces a missing
+/// tokenizer.json.
 fn facts(
     tokenizer: Option<&ChatTokenizer>,
     (target_dir, target): (&Path, &TargetFacts),
@@ -167,7 +166,7 @@ fn facts(
     let rows = target.vocab_size;
     let (special, added, len) = match tokenizer {
         Some(tokenizer) => (tokenizer.special_ids(), tokenizer.added(), tokenizer.len() as i64),
-        // such a tokenizer has a token for every row
+        // such a tokenizer has a token for every embedding row
         None => {
             let (special, added) = dflash_chat::added_tokens(target_dir, rows)?;
             (special, added, rows)
@@ -186,7 +185,7 @@ fn facts(
     })
 }
 
-/// A mask token must mean nothing: a draft that meets it in answers learns to propose blanks.
+/// The mask token must not occur in text, or a draft would learn to propose blanks.
 fn refuse_text(tokenizer: &ChatTokenizer, id: i64) -> anyhow::Result<()> {
     let text = tokenizer.decode(&[id], true)?;
     if text.is_empty() {

@@ -1,4 +1,4 @@
-//! `dflash engine-info`: what the loaded libraries say of themselves, for `dflash doctor`.
+//! `dflash engine-info`: what the loaded libraries report about themselves, for `dflash doctor`.
 
 use dflash_kernels::cpu_level;
 use dflash_torch_sys::{
@@ -6,8 +6,8 @@ use dflash_torch_sys::{
 };
 use serde_json::{Value, json};
 
-/// Prints one JSON object. CUDA's library is opened even where no driver is, so that the answer says
-/// why it cannot be used.
+/// Prints one JSON object. Tries to open the CUDA library even without a driver, so that the object
+/// says why CUDA is unusable.
 pub(crate) fn run() -> anyhow::Result<()> {
     let (library, reason) = match load_cuda() {
         CudaLibrary::Loaded => ("loaded", None),

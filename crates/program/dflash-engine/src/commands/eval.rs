@@ -1,4 +1,4 @@
-//! `dflash eval`: settings to one library call.
+//! `dflash eval`: passes the settings to the library.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -11,7 +11,6 @@ use dflash_settings::EvalSettings;
 
 use super::draft;
 
-/// Runs the command.
 pub(crate) fn run(settings: &EvalSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target = settings.target.as_deref().context("eval without --endpoint has a --target")?;
     let target_dir = Hub::from_env().model(target, Part::Target, stop)?;

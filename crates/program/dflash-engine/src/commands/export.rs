@@ -1,4 +1,4 @@
-//! `dflash export`: settings to one library call.
+//! `dflash export`: passes the settings to the library.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use dflash_target::TargetFacts;
 
 use super::{described, draft};
 
-/// Runs the command; the export's path goes to stdout.
+/// Runs the command and prints the export's path.
 pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target_dir = Hub::from_env().model(&settings.target, Part::Head, stop)?;
     let draft_path = draft_path(&settings.draft, stop)?;
@@ -20,13 +20,13 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     let target = TargetFacts::load(&target_dir, described.as_ref())?;
     let source = Source::open(&draft_path)?;
     let tokenizer = draft::tokenizer(&target_dir)?;
-    // Of another vocabulary the export says so: its mask token would mean nothing.
+    // With another vocabulary the mask token's id means nothing; the export reports the mismatch.
     if source.config().vocab_size == target.vocab_size {
         let checked =
             draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
         checked.map_err(|error| of_export(error, &settings.draft))?;
     }
-    // Of a head that no engine serves the export says so: no flag of this command would help.
+    // The export reports a head that no engine serves; no flag of this command would help.
     let is_servable = unservable(source.config(), settings.format)?.is_none();
     if settings.format == ExportFormat::Zlab && !settings.without_sglang && is_servable {
         check_sglang(&source, &target)?;
@@ -46,8 +46,8 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     Ok(())
 }
 
-/// SGLang reads this layout too. By SGLang 0.5.23 it refuses id 0 when it starts, and of all targets only
-/// gpt-oss gives out id n.
+/// SGLang reads this layout too, but SGLang 0.5.23 refuses layer id 0 at start-up and returns the
+/// last layer's states only for gpt-oss.
 fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
     let last = target.num_hidden_layers as u32;
     let gives_last = target.architecture == "GptOssForCausalLM";
@@ -61,7 +61,7 @@ fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
     }
 }
 
-/// A mask token cannot be chosen here: the draft was trained with it.
+/// Rewords the error: this command cannot choose the mask token, with which the draft was trained.
 fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
     match error.downcast_ref() {
         Some(dflash_tensor::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(
@@ -72,7 +72,7 @@ fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
     }
 }
 
-/// A draft's directory, or its file.
+/// A draft's directory or file.
 fn draft_path(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf> {
     let path = Path::new(name);
     if path.is_file() { Ok(path.to_owned()) } else { draft::find(name, stop) }

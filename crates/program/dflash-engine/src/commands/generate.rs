@@ -1,4 +1,4 @@
-//! `dflash generate`: where prompts come from and answers go to, around the library's conversation.
+//! `dflash generate`: input and output around the library's conversation.
 
 use std::io::{IsTerminal, Read, stdin, stdout};
 use std::sync::Arc;
@@ -18,10 +18,9 @@ use rustyline::{Behavior, Config, DefaultEditor};
 
 use super::draft;
 
-/// How soon Ctrl-C is noticed while a turn is being typed.
+/// Interval at which Ctrl-C is polled while the user types.
 const STOP_POLL: Duration = Duration::from_millis(50);
 
-/// Runs the command.
 pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let prompt = prompt(settings)?;
     if prompt.as_ref().is_some_and(|prompt| prompt.trim().is_empty()) {
@@ -53,7 +52,7 @@ pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow
     Ok(())
 }
 
-/// The prompt; `None` where turns are to be typed.
+/// The prompt; `None` for an interactive chat.
 fn prompt(settings: &GenerateSettings) -> anyhow::Result<Option<String>> {
     if let Some(prompt) = &settings.prompt {
         return Ok(Some(prompt.clone()));
@@ -88,7 +87,8 @@ fn say_if_cut(conversation: &Conversation<'_>, settings: &GenerateSettings) {
     }
 }
 
-/// Turn by turn, until the end of standard input. Ctrl-C stops an answer, and at an empty prompt the chat.
+/// Chats turn by turn until the end of standard input. Ctrl-C stops an answer; at an empty prompt
+/// it ends the chat.
 fn chat(
     conversation: &mut Conversation<'_>,
     settings: &GenerateSettings,
@@ -106,7 +106,7 @@ fn chat(
         }
         match conversation.answer(&line, &mut stdout(), stop) {
             Err(dflash_decode::Error::Interrupted) if forgive_interrupt(stop) => {}
-            // A turn that is too long, or that the template refuses, is not the end.
+            // A turn that is too long or that the template refuses does not end the chat.
             Err(
                 error @ (dflash_decode::Error::LongPrompt { .. } | dflash_decode::Error::Text(_)),
             ) => {
@@ -120,18 +120,18 @@ fn chat(
     }
 }
 
-/// What was typed.
+/// One input from the terminal.
 enum Line {
     Turn(String),
     End,
 }
 
-/// Lines from the terminal, with editing and history. Reading cannot be interrupted, so a thread of its own
-/// does it, a line each time it is asked.
+/// Lines from the terminal, with editing and history. Reading cannot be interrupted, so a separate
+/// thread reads one line per request.
 struct Terminal {
     ask: mpsc::Sender<()>,
     lines: mpsc::Receiver<rustyline::Result<String>>,
-    /// How the terminal was before: the thread may be left while it reads.
+    /// The terminal's original mode, to restore if the thread is abandoned while it reads.
     before: Option<Termios>,
 }
 
@@ -140,7 +140,7 @@ impl Terminal {
         let (ask, asked) = mpsc::channel::<()>();
         let (sender, lines) = mpsc::channel();
         std::thread::spawn(move || {
-            // In memory alone: prompts are nobody's business.
+            // The history stays in memory: prompts are private.
             let mut history = Vec::new();
             while asked.recv().is_ok() {
                 let line = read_line(&history);
@@ -171,7 +171,7 @@ impl Terminal {
             match line {
                 Ok(line) => return Ok(Line::Turn(line)),
                 Err(ReadlineError::Eof) => return Ok(Line::End),
-                // The first one drops what was typed, as in a shell.
+                // The first Ctrl-C discards the line, as in a shell.
                 Err(ReadlineError::Interrupted) if was_interrupted => return Ok(Line::End),
                 Err(ReadlineError::Interrupted) => {
                     was_interrupted = true;
@@ -189,8 +189,8 @@ impl Terminal {
     }
 }
 
-/// A line, by an editor that lives no longer: it takes SIGINT for itself until it is dropped, and an answer
-/// that follows could not be stopped. The prompt goes to standard error: standard output is for answers.
+/// Reads a line with a short-lived editor: an editor captures SIGINT until it is dropped, and would
+/// keep Ctrl-C from stopping the answer. The prompt goes to stderr, since stdout is for answers.
 fn read_line(history: &[String]) -> rustyline::Result<String> {
     let config = Config::builder().behavior(Behavior::PreferTerm).build();
     let mut editor = DefaultEditor::with_config(config)?;

@@ -1,4 +1,4 @@
-//! `dflash hidden-server`: settings to one library call, or to a launch of the ranks that share a target.
+//! `dflash hidden-server`: passes the settings to the library, or launches a target's ranks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,6 @@ use dflash_settings::{Device, HiddenServerSettings, Invalid};
 use dflash_target::TargetConfig;
 use dflash_tensor::gpus_for;
 
-/// Runs the command.
 pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let ranks = settings.parallel.ranks();
@@ -39,7 +38,7 @@ fn listen(
     Ok(())
 }
 
-/// One of several processes: the first answers, the others compute.
+/// Runs one of several ranks: rank 0 answers requests, the others only compute.
 fn rank(
     settings: &HiddenServerSettings,
     dir: &Path,
@@ -61,7 +60,7 @@ fn rank(
     listen(settings, Box::new(load), stop)
 }
 
-/// Starts all processes and follows them to their end. What cannot be divided is refused before.
+/// Starts all ranks and waits for them, unless the target cannot be divided.
 fn start_ranks(
     settings: &HiddenServerSettings,
     dir: &Path,
@@ -74,7 +73,7 @@ fn start_ranks(
     let program = std::env::current_exe().context("cannot find this program's own path")?;
     let arguments = std::env::args_os().skip(1).collect();
     let config = LaunchConfig {
-        // What is named has been fetched: every rank takes the same, and none asks again.
+        // The model has been fetched: all ranks use that copy and do not query the Hub again.
         env: vec![("HF_HUB_OFFLINE".into(), "1".into())],
         ..LaunchConfig::new(program, arguments, ranks)
     };
@@ -83,7 +82,7 @@ fn start_ranks(
     Ok(())
 }
 
-/// Refuses to let several processes share a GPU: none would have the memory that it is divided for.
+/// Refuses to let ranks share a GPU: each needs the whole memory of one.
 fn check_gpus(device: Device, ranks: usize) -> Result<(), Invalid> {
     let Some(gpus) = gpus_for(device)?.filter(|&gpus| ranks > gpus) else { return Ok(()) };
     let expected = format!(

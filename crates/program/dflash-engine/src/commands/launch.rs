@@ -1,4 +1,4 @@
-//! The ranks of `dflash train`: from settings to a launch.
+//! Launches the ranks of `dflash train`.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -8,33 +8,33 @@ use dflash::{Ending, OnSignal, Signals};
 use dflash_dist::{Error, Finished, LaunchConfig, Role, launch};
 use dflash_settings::LaunchSettings;
 
-/// Ranks for each core, beyond which they only get in each other's way.
+/// Maximum number of ranks per core; more only compete with each other.
 const RANKS_PER_CORE: usize = 4;
-/// So many may be tried on any machine.
+/// Number of ranks allowed on any machine.
 const FEW_RANKS: usize = 8;
 
-/// The launcher kills ranks this long before its own time is over, to say which it had to kill.
+/// The launcher kills ranks this long before its own deadline, to report which ones it killed.
 const LAST_WORDS: Duration = Duration::from_millis(1500);
 
-/// Whether this process trains, alone or as a rank, or starts ranks.
+/// Whether this process trains (alone or as a rank) or launches ranks.
 pub(super) fn role(settings: &LaunchSettings) -> Result<Role, Error> {
     let needs_launcher = settings.nnodes != 1 || settings.max_restarts > 0;
     Role::from_env(settings.nproc, needs_launcher)
 }
 
-/// The launch of `nproc` ranks on this machine.
+/// Configuration for launching `nproc` ranks on this machine.
 pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<LaunchConfig> {
     let nnodes = settings.nnodes;
     let node_rank = match settings.node_rank {
         Some(node_rank) => node_rank,
-        // A default would make two machines the same one.
+        // With a default, two machines could get the same rank.
         None if nnodes > 1 => return Err(Error::MissingFlag { flag: "--node-rank", nnodes }.into()),
         None => 0,
     };
     let program = std::env::current_exe().context("cannot find this program's own path")?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let config = LaunchConfig {
-        // The launcher has fetched what is named: every rank takes the same, and none asks again.
+        // The launcher has fetched the models: ranks use that copy and do not query the Hub again.
         env: vec![("HF_HUB_OFFLINE".into(), "1".into())],
         nnodes,
         node_rank,
@@ -59,7 +59,7 @@ fn check_room(nproc: usize) -> Result<(), Error> {
     Err(Error::BadLaunch { flag: "--nproc", value: nproc.to_string(), expected })
 }
 
-/// Starts the ranks, which have `grace` to save after SIGTERM, and follows them to their end.
+/// Launches the ranks and waits for them; after SIGTERM they have `grace` to save.
 pub(super) fn start(
     config: LaunchConfig,
     grace: Duration,
@@ -68,7 +68,7 @@ pub(super) fn start(
     let save_grace = grace - LAST_WORDS.min(grace / 10);
     let sigterm_is_success = signals.on_signal() == OnSignal::Save { sigterm_is_success: true };
     match launch(&LaunchConfig { save_grace, ..config }, signals.stop())? {
-        // With --sigterm-is-success ranks that were stopped end with 0 too.
+        // With --sigterm-is-success, stopped ranks also exit with 0.
         Finished::Completed if signals.received().is_some() && sigterm_is_success => {
             Ok(Ending::Stopped)
         }

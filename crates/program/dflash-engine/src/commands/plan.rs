@@ -1,4 +1,4 @@
-//! `dflash plan`: settings to one library call, and its table.
+//! `dflash plan`: passes the settings to the library and prints its table.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -11,7 +11,7 @@ use dflash_train::plan;
 use super::described;
 use super::draft::Draft;
 
-/// Runs the command; the plan goes to stdout.
+/// Runs the command and prints the plan.
 pub(crate) fn run(settings: &PlanSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target_dir = Hub::from_env().model(&settings.target, Part::Config, stop)?;
     let described = described::described(settings.target_spec.as_deref(), None)?;

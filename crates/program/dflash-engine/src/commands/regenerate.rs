@@ -1,4 +1,4 @@
-//! `dflash regenerate`: settings to one library call.
+//! `dflash regenerate`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -12,7 +12,6 @@ use dflash_settings::RegenerateSettings;
 
 use super::draft;
 
-/// Runs the command.
 pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;

@@ -1,4 +1,4 @@
-//! `dflash serve`: settings to one library call.
+//! `dflash serve`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -11,7 +11,6 @@ use dflash_settings::ServeSettings;
 
 use super::draft;
 
-/// Runs the command.
 pub(crate) fn run(settings: &ServeSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;

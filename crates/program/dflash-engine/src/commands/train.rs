@@ -1,4 +1,4 @@
-//! `dflash train`: settings to one library call, or to a launch of ranks.
+//! `dflash train`: passes the settings to the library, or launches ranks.
 
 use std::io::Write;
 use std::path::Path;
@@ -21,13 +21,12 @@ use dflash_train::{Acceptance, Prepared, ProbeError, Share};
 use super::draft::Draft;
 use super::{described, launch};
 
-/// Schedulers' default time from SIGTERM to SIGKILL: Slurm's KillWait, Kubernetes' grace period.
+/// Time between schedulers' SIGTERM and SIGKILL: Slurm's KillWait, Kubernetes' grace period.
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is said of a run that a signal ended too early.
+/// Message for a run that a signal stopped before its first step.
 const UNTRAINED: &str = "stopped before the first step; there was nothing to save";
 
-/// Runs the command.
 pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
     start(settings, signals).or_else(|error| match is_interruption(&error) {
         true => {
@@ -38,7 +37,8 @@ pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<
     })
 }
 
-/// Whether a signal, and no fault, kept the run from its first step. Later the loop sees to it.
+/// Whether a signal, not a fault, stopped the run before its first step. After that, the training
+/// loop handles signals.
 fn is_interruption(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(dflash_hub::Error::Interrupted))
         || error.downcast_ref().is_some_and(dflash_train::Error::is_interruption)
@@ -63,7 +63,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     }
     let settings = &config.settings;
     let launch = match &role {
-        // Mistakes in the launch are reported before anything is opened.
+        // Launch errors are reported before anything is opened.
         Role::Launcher { nproc } => Some(launch::config(&settings.launch, *nproc)?),
         _ => None,
     };
@@ -79,7 +79,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
             "saving may take until {seconds} s after SIGTERM; make your scheduler wait that long before it kills, or pass its limit as --grace"
         );
     }
-    // Mistakes in the prompts are reported once, before ranks start.
+    // Errors in the prompts are reported once, before ranks start.
     let acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
     match (role, launch) {
         (Role::Worker(env), _) => train(&prepared, &env, acceptance, stop),
@@ -88,7 +88,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     }
 }
 
-/// Writes the untrained drafter, once whatever the number of ranks.
+/// Writes the untrained drafter, once regardless of the number of ranks.
 fn dry_run(config: &TrainConfig, role: &Role) -> anyhow::Result<Ending> {
     if !matches!(role, Role::Worker(env) if env.rank > 0) {
         let path = dflash_train::dry_run(config)?;
@@ -98,20 +98,20 @@ fn dry_run(config: &TrainConfig, role: &Role) -> anyhow::Result<Ending> {
     Ok(Ending::Complete)
 }
 
-/// The name of a rank's job; torchrun's default is the same for all jobs.
+/// The id of a rank's job; torchrun's default id is the same for all jobs and does not count.
 fn job(env: &WorkerEnv) -> Option<String> {
     (env.run_id != "none").then(|| env.run_id.clone())
 }
 
-/// Whether another job is known to have left the run in `save_path`: one that the first attempt of
-/// this job was refused to go on with, as its restarts must be.
+/// Whether the run in `save_path` belongs to another job. The first attempt of this job was then
+/// refused, and its restarts must be too.
 fn is_of_another_job(save_path: &Path, env: &WorkerEnv) -> anyhow::Result<bool> {
     let made = RunDir::at(save_path).provenance()?;
     let other = made.as_ref().and_then(|made| made.config["job"].as_str());
     Ok(other.zip(job(env)).is_some_and(|(other, own)| other != own))
 }
 
-/// Time from SIGTERM to the end: what the user says, or enough to end a step and to save.
+/// Time from SIGTERM to the deadline: the user's, or enough to finish a step and save.
 fn save_grace(seconds: Option<u64>, saving: Duration) -> Duration {
     seconds.map_or(dflash::SAVE_GRACE + saving, Duration::from_secs)
 }
@@ -139,12 +139,12 @@ fn train(
     };
     let checkpoint = checkpoint.display();
     if !outcome.completed {
-        // An orderly end: what there was is saved. The exit code tells which signal asked for it.
+        // An orderly stop: progress is saved. The exit code tells which signal requested it.
         tracing::warn!("stopped at step {}; --resume continues {checkpoint}", outcome.step);
     }
     let written = writeln!(std::io::stdout(), "{checkpoint}");
     match (written, ending) {
-        // The terminal that hung up, or a reader that was stopped too.
+        // The terminal hung up, or the reader was stopped too.
         (Err(error), Ending::Stopped) => {
             tracing::warn!("the checkpoint's path did not reach standard output: {error}");
         }
@@ -153,7 +153,7 @@ fn train(
     Ok(ending)
 }
 
-/// The settings, and what they mean for this target and draft.
+/// Resolves the settings for this target and draft.
 fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainConfig> {
     let stop = signals.stop();
     let resumed = goes_on_from(&settings)?;
@@ -183,7 +183,7 @@ fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Tra
     })
 }
 
-/// The checkpoint that the run goes on from, if it does.
+/// The checkpoint to resume from, if any.
 fn goes_on_from(settings: &TrainSettings) -> anyhow::Result<Option<Checkpoint>> {
     if settings.dry_run || settings.resume.is_none() {
         return Ok(None);
@@ -191,12 +191,12 @@ fn goes_on_from(settings: &TrainSettings) -> anyhow::Result<Option<Checkpoint>> 
     Ok(RunDir::at(&settings.save_path).start(settings.resume)?)
 }
 
-/// Whether the target itself runs in this process, and not its head alone.
+/// Whether this process runs the target's layers, not only its head.
 fn needs_layers(settings: &TrainSettings) -> bool {
     settings.hidden_states.colocate || settings.validation.eval_prompts.is_some()
 }
 
-/// Refuses what would run the target in this process where this program does not run its family.
+/// Refuses to run the target in this process if its family is not supported.
 fn check_runs_here(settings: &TrainSettings, target_dir: &Path) -> anyhow::Result<()> {
     if !needs_layers(settings) {
         return Ok(());
@@ -219,7 +219,7 @@ fn check_runs_here(settings: &TrainSettings, target_dir: &Path) -> anyhow::Resul
     Err(Invalid { key, reason, missing: None }.into())
 }
 
-/// What acceptance is measured on, where it is.
+/// Configuration for measuring acceptance, if prompts are given.
 fn probe_config(settings: &ValidationSettings, target_dir: &Path) -> Option<ProbeConfig> {
     Some(ProbeConfig {
         target: target_dir.into(),
@@ -229,7 +229,7 @@ fn probe_config(settings: &ValidationSettings, target_dir: &Path) -> Option<Prob
     })
 }
 
-/// Real decoding for the trainer, which knows no decoder.
+/// Measures acceptance by real decoding, for the trainer, which does not depend on the decoder.
 struct AcceptanceMeter(Probe);
 
 impl AcceptanceMeter {
@@ -237,7 +237,7 @@ impl AcceptanceMeter {
         Ok(Self(Probe::open(config)?))
     }
 
-    /// This rank's counts; `None` when the run was told to stop.
+    /// This rank's counts; `None` if the run was told to stop.
     fn measure(
         &mut self,
         served: &LoadedDraft,

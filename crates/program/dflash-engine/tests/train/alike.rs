@@ -1,4 +1,4 @@
-//! Ranks that were not started alike: each says what differs, all end, nothing is tried again.
+//! Ranks started with different settings: each reports the difference, all exit, without retries.
 
 use crate::running::{Running, free_port};
 use crate::world::{Run, World};
@@ -6,7 +6,7 @@ use crate::world::{Run, World};
 /// For ranks that would otherwise wait for each other for half an hour.
 const LIMITS: [&str; 4] = ["--collective-timeout", "30", "--join-timeout", "60"];
 
-/// The two launchers of a job, of which the second has other flags or variables.
+/// The two launchers of a job; the second has other flags or variables.
 fn launch(world: &World, flags: [&[&str]; 2], variables: &[(&str, &str)]) -> [Run; 2] {
     let endpoint = format!("127.0.0.1:{}", free_port());
     let nodes = [0, 1].map(|node: usize| {

@@ -1,5 +1,5 @@
-//! Runs whose target is in the trainer's own process, held against runs with a server: the same losses
-//! and weights, bit for bit.
+//! Runs whose target is in the trainer's process, compared with runs that use a server: the same
+//! losses and weights, bit for bit.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::running::{Running, free_port};
 use crate::servers::Server;
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
-/// Micro-batches, several epochs, the target's distribution, validation: all that takes hidden states.
+/// Micro-batches, several epochs, the target's distribution, validation: all users of the states.
 const ALL: [&str; 14] = [
     "--epochs",
     "5",
@@ -45,12 +45,12 @@ fn served(endpoint: &str) -> [&str; 4] {
     ["--endpoint", endpoint, "--on-missing", "generate"]
 }
 
-/// `served` needs a folder in the place of the world's own, or all states would be there.
+/// An empty folder instead of the world's stored states, so that states are fetched.
 fn nowhere(world: &World) -> String {
     world.path("nowhere").to_string_lossy().into_owned()
 }
 
-/// Asserts that two runs computed the same: losses, held-out figures, weights and optimizer state.
+/// Asserts that two runs are identical: losses, held-out metrics, weights and optimizer state.
 fn assert_same_runs(world: &World, one: &str, other: &str, what: &str) {
     let (a, b) = (losses(&world.path(one)), losses(&world.path(other)));
     assert!(a.len() > 3 && a.iter().any(|(_, loss)| *loss > 0.0), "{what}: {a:?}");
@@ -71,14 +71,15 @@ fn assert_same_runs(world: &World, one: &str, other: &str, what: &str) {
     }
 }
 
-/// A case: the checkpoint's type, flags of the server, of the run beside its target, and of both runs.
+/// A case: the checkpoint's type, and flags of the server, of the colocated run, and of both runs.
 type Case<'a> = (&'a str, &'a str, &'a [&'a str], &'a [&'a str], &'a [&'a str]);
 
 #[test]
 fn losses_and_weights_are_those_of_a_server_bit_for_bit() {
     let world = World::new();
     let (f32, nowhere) = (world.path("target").to_string_lossy().into_owned(), nowhere(&world));
-    // On a processor that has the instructions its products are in bfloat16, and the trainer's are not.
+    // On a processor with bfloat16 instructions the target's matmuls are in bfloat16, and the
+    // trainer's are not.
     let bf16 = world.write_bfloat16_target("bf16");
     let wide: &[&str] = &["--wire-dtype", "f32"];
     let cases: [Case<'_>; 4] = [
@@ -120,7 +121,7 @@ fn a_run_goes_on_with_the_other_source_and_two_ranks_have_a_target_each() {
     trained(&world, "two-served", &joined(&[&with, &["--nproc", "2"]]));
     trained(&world, "two", &joined(&[&colocated, &["--nproc", "2"]]));
     assert_same_runs(&world, "two-served", "two", "two ranks");
-    // The states' other type is a change that is said.
+    // Another type of the states is reported as a change.
     let other = joined(&[&colocated, &["--states-dtype", "f32", "--resume", "--resume-from", "3"]]);
     let other = trained(&world, "to", &other);
     assert!(other.stderr.contains("changed: states-dtype bf16 -> f32"), "{}", other.stderr);
@@ -144,7 +145,7 @@ fn lines_and_records_say_whose_states_they_were() {
     assert_eq!(last["samples"], 48, "two epochs of 24");
     assert_eq!(last["stream"]["generated"], 48);
     assert_eq!(last["stream"]["requests"], 0);
-    // Two auxiliary layers of 32 numbers in bfloat16 for each token.
+    // Two auxiliary layers of 32 numbers in bfloat16 per token.
     let tokens = last["tokens"].as_u64().unwrap();
     assert_eq!(last["stream"]["bytes"], tokens * 2 * 32 * 2);
     let made = std::fs::read(world.path("out").join("run.json")).unwrap();
@@ -168,7 +169,7 @@ fn documents_that_the_target_does_not_take_are_left_out_as_a_server_leaves_them_
         );
         std::fs::write(&config, text).unwrap();
     };
-    // Of the lengths 12 to 20 two are too long.
+    // Two of the lengths 12 to 20 are too long.
     shorter(18);
     let (port, nowhere) = (free_port(), nowhere(&world));
     let endpoint = format!("http://127.0.0.1:{port}");
@@ -187,7 +188,7 @@ fn documents_that_the_target_does_not_take_are_left_out_as_a_server_leaves_them_
     let skipped = counts("colocated");
     assert!(skipped.0 > 0 && skipped.0 == skipped.1, "{skipped:?}");
     assert_eq!(counts("served"), skipped);
-    // A target that takes none is a wrong setting.
+    // A target that accepts none is a wrong setting.
     shorter(5);
     let run = world.train("none", &["--colocate"]);
     assert_eq!(run.code, Some(1), "{}", run.stderr);
@@ -212,7 +213,7 @@ fn what_is_at_odds_with_a_target_in_the_process_is_named() {
     refuse(&["--colocate", "--shared-storage-path", "x"], 2, &both("--shared-storage-path"));
     refuse(&["--target-dtype", "bfloat16"], 2, &["required", "--colocate"]);
     refuse(&["--states-dtype", "f32"], 2, &["required", "--colocate"]);
-    // Of one file: refused. On top of a file: the flag wins, and what it excludes goes.
+    // In one file both are refused. On top of a file, the flag wins over the conflicting setting.
     let file = world.run_file("out", &["--colocate"]);
     let text = std::fs::read_to_string(&file).unwrap();
     assert!(text.contains("colocate = true") && !text.contains("vllm_endpoint ="), "{text}");
@@ -225,7 +226,7 @@ fn what_is_at_odds_with_a_target_in_the_process_is_named() {
     let stored = world.run_file("out", &[]);
     let run = world.engine(&["train", &stored, "--colocate", "--set", "train.on-missing=generate"]);
     assert!(run.success(), "{}", run.stderr);
-    // A family that is not run here at all.
+    // A family that does not run here.
     let config = world.path("target").join("config.json");
     let text = std::fs::read_to_string(&config).unwrap();
     std::fs::write(&config, text.replace("Qwen3ForCausalLM", "GraniteForCausalLM")).unwrap();
@@ -253,7 +254,7 @@ fn an_interrupted_run_is_saved_and_goes_on() {
 #[test]
 fn a_target_without_memory_is_run_in_halves_and_then_says_so() {
     let world = World::of_wide_layers();
-    // All documents are one row; the draft needs little, so that it is the target that finds no memory.
+    // One row with all documents; the draft needs little, so the target runs out of memory.
     let more = ["--colocate", "--epochs", "100", "--max-anchors", "2"];
     let more = joined(&[&more, &["--total-seq-len", "400", "--no-epoch-checkpoints"]]);
     let mut run = Running::start(&mut world.command("out", &more));

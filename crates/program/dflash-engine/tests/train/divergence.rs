@@ -1,4 +1,4 @@
-//! How runs end that diverge: what they say, what is left of them, and that the advice works.
+//! How diverging runs end: what they report, what they leave behind, and that their advice works.
 
 use dflash_draft::Draft;
 use tch::{Device, Kind};
@@ -12,13 +12,13 @@ fn fail(world: &World, save: &str, more: &[&str], expected: &str) -> Run {
     run
 }
 
-/// What a failed run says is to be added to its command.
+/// The flags that a failed run advises adding.
 fn advice(run: &Run) -> Vec<String> {
     let (_, flags) = run.stderr.split_once("add to the command: ").expect(&run.stderr);
     flags.lines().next().unwrap().split(' ').map(str::to_owned).collect()
 }
 
-/// Adds what the run says to its command; the path of the last checkpoint, which is a draft.
+/// Follows the advice of a failed run; returns the path of its last checkpoint, a usable draft.
 fn follow(world: &World, save: &str, (more, failed): (&[&str], &Run)) -> Run {
     let advice = advice(failed);
     let more: Vec<&str> = more.iter().copied().chain(advice.iter().map(String::as_str)).collect();
@@ -44,7 +44,7 @@ fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_its_advice_works() {
     assert!(run.stderr.contains("the last good checkpoint is "), "{}", run.stderr);
     assert!(run.stderr.contains("step-000006; to go on"), "{}", run.stderr);
     assert!(!run.stdout.contains("step-"), "{}", run.stdout);
-    // --resume alone takes the good one too, whatever else is there
+    // --resume alone selects the good one too, despite the others
     let lower = [&longer[..], &["--resume", "--allow-changed", "max-steps"]].concat();
     copy(&world, "out", "alone");
     let alone = world.train("alone", &lower);

@@ -1,11 +1,11 @@
-//! `dflash train --dry-run`: an untrained drafter that eval and export take as they take any other.
+//! `dflash train --dry-run`: an untrained drafter that eval and export accept like any other.
 
 use dflash_draft::Draft;
 use tch::{Device, Kind};
 
 use crate::world::{Run, World};
 
-/// A dry run without data and server.
+/// A dry run without data or server.
 fn dry(world: &World, save: &str, more: &[&str]) -> Run {
     let path = |name: &str| world.path(name).to_string_lossy().into_owned();
     let (target, save) = (path("target"), path(save));

@@ -1,5 +1,5 @@
 //! How runs end: SIGTERM in every kind of job, dead and hanging ranks, restarts, and which
-//! checkpoints stay.
+//! checkpoints are kept.
 
 use std::time::{Duration, Instant};
 
@@ -10,16 +10,16 @@ use tch::{Device, Kind};
 use crate::running::{Running, free_port, send, start_workers};
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
-/// The promise after SIGTERM.
+/// Documented limit after SIGTERM.
 const TERMINATION: Duration = Duration::from_secs(20);
 
-/// The promise after a death.
+/// Documented limit after a death.
 const DEATH: Duration = Duration::from_secs(6);
 
 /// Long enough to be stopped in the middle.
 const LONG: [&str; 2] = ["--epochs", "30"];
 
-/// What a run that SIGTERM stopped has said and left, and that it goes on exactly.
+/// Checks the messages and leftovers of a run stopped by SIGTERM, and that it resumes exactly.
 fn check_stopped(world: &World, name: &str, ranks: &str, run: &Run, asked: Instant) {
     assert!(asked.elapsed() < TERMINATION, "took {:?}", asked.elapsed());
     assert_eq!(run.code, Some(143), "{}", run.stderr);
@@ -81,7 +81,7 @@ fn termination_of_one_worker_without_our_launcher_stops_all() {
     check_stopped(&world, "workers", "2", &workers.pop().unwrap().end(), asked);
 }
 
-/// SIGTERM to a run of a large draft whose disk answers nothing for so many seconds while it saves.
+/// Sends SIGTERM to a run of a large draft whose disk hangs for this many seconds while saving.
 fn stop_while_the_disk_hangs(world: &World, name: &str, seconds: u64, more: &[&str]) -> Run {
     let mut run = Running::start(&mut world.command(name, &[&LONG[..], more].concat()));
     run.await_step(&world.path(name), 1);
@@ -129,7 +129,7 @@ fn a_rank_that_fails_waits_until_what_was_trained_is_written() {
     let writer = run.ranks()[0];
     run.await_save(&world.path("out"));
     send("-STOP", writer);
-    // longer than the launcher gives the others after a death
+    // longer than the launcher's grace for the others after a death
     std::thread::sleep(Duration::from_secs(5));
     send("-CONT", writer);
     let run = run.end();
@@ -195,7 +195,7 @@ fn a_run_saves_and_goes_on_when_it_is_asked_to() {
         run.await_step(&world.path(name), 3);
         send("-USR1", run.id());
         run.await_said("saved ", 1);
-        // one rank of several is enough
+        // one of several ranks suffices
         if ranks == "2" {
             send("-USR1", run.ranks()[1]);
             run.await_said("saved ", 2);
@@ -274,7 +274,7 @@ fn a_mistake_is_not_tried_again() {
     let world = World::new();
     let run = world.train("again", &["--max-restarts", "3", "--nproc", "2", "--epochs", "1"]);
     assert!(run.success(), "{}", run.stderr);
-    // Only the ranks find out that the dataset is another one.
+    // Only the ranks notice that the dataset differs.
     let more = ["--max-restarts", "3", "--nproc", "2", "--resume", "--seed", "7"];
     let run = world.train("again", &more);
     assert_eq!(run.code, Some(1), "{}", run.stderr);

@@ -1,4 +1,4 @@
-//! `dflash export` as users run it: there and back in every layout, and what is refused.
+//! `dflash export` as users run it: round trips in every layout, and what is refused.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 
 use crate::world::{Run, World};
 
-/// Auxiliary layers that every engine gives out.
+/// Auxiliary layers that every engine can return.
 const EARLY: [&str; 2] = ["--target-layer-ids", "1"];
 
 /// A world with a drafter of a few steps.
@@ -35,7 +35,7 @@ fn succeeds(world: &World, places: (&str, &str), more: &[&str]) -> String {
     run.stderr
 }
 
-/// Drafts of a world's target of two layers mostly look at what leaves the last one.
+/// Drafts of a world's two-layer target usually use the last layer's states.
 const WITHOUT_SGLANG: [&str; 1] = ["--without-sglang"];
 
 /// Exports and expects a refusal that says `expect` and leaves nothing behind.
@@ -69,12 +69,12 @@ fn config(world: &World, name: &str) -> Value {
     serde_json::from_slice(&text).unwrap()
 }
 
-/// What `dflash eval` counts slot by slot.
+/// The per-slot counts of `dflash eval`.
 fn accepted(world: &World, name: &str) -> Value {
     world.eval(&world.path(name))["slots"].clone()
 }
 
-/// Gives the drafter in `name`, a directory without links, another configuration.
+/// Changes the configuration of the drafter in `name`, a directory without links.
 fn change(world: &World, name: &str, change: impl FnOnce(&mut Value)) {
     let mut value = config(world, name);
     change(&mut value);
@@ -147,14 +147,14 @@ fn a_pruned_vocabulary_travels_or_is_left_out_on_request() {
 #[test]
 fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     let world = trained(&["--num-layers", "2"]);
-    // It looks at the state after the last layer.
+    // It uses the state after the last layer.
     refused(&world, ("draft", "plain"), &[], "SGLang cannot serve this draft");
     refused(&world, ("draft", "plain"), &[], "layer id 2 of 0 to 2");
     succeeds(&world, ("draft", "plain"), &WITHOUT_SGLANG);
     let copy = |name: &str| {
         world.copy_target("plain", name);
     };
-    // And one at the embedding, whose id is -1 in this layout.
+    // And one that uses the embedding, whose id is -1 in this layout.
     copy("embedding");
     change(&world, "embedding", |config| {
         let ids = config["dflash_config"]["target_layer_ids"].as_array_mut().unwrap();
@@ -182,7 +182,7 @@ fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     copy("wide");
     change(&world, "wide", |config| config["vocab_size"] = 80.into());
     refused(&world, ("wide", "x"), &WITHOUT_SGLANG, "`vocab_size` is 80, the target's is 64");
-    // A mask token that the smaller vocabulary does not have: no flag of this command would help.
+    // A mask token outside the smaller vocabulary: no flag of this command would help.
     change(&world, "wide", |config| config["dflash_config"]["mask_token_id"] = 75.into());
     refused(&world, ("wide", "x"), &WITHOUT_SGLANG, "`vocab_size` is 80, the target's is 64");
     succeeds(&world, ("plain", "spec"), &["--format", "speculators"]);
@@ -199,8 +199,8 @@ fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     succeeds(&world, ("plain", "x"), &allowed);
 }
 
-/// z-lab's drafts for gpt-oss have biases in their attention: training starts from them, changes them,
-/// resumes them bit for bit, and gives them to the engines that add them.
+/// z-lab's drafts for gpt-oss have attention biases: training starts from them, updates them,
+/// resumes them bit for bit, and exports them to the engines that apply them.
 #[test]
 fn biases_of_the_attention_are_trained_and_exported() {
     let world = trained(&EARLY);

@@ -1,5 +1,5 @@
-//! Training for targets of which this program has the head alone: stored hidden states of tiny models
-//! of other families, from the first step to an export.
+//! Training for targets whose head alone is supported here: stored hidden states of tiny models of
+//! other families, from the first step to an export.
 
 use std::path::Path;
 
@@ -12,18 +12,18 @@ use tch::{Device, Kind, Tensor};
 
 use crate::world::{Run, losses};
 
-/// Layers of the vectors' models, and the last of them.
+/// Number of layers of the vectors' models, and the id of the last one.
 const LAST: u32 = 2;
 const DOCUMENTS: u64 = 8;
 const TOKENS: usize = 24;
 
-/// A target's head, data and stored states of it in a directory.
+/// A directory with a target's head, data and stored states.
 struct Family {
     dir: tempfile::TempDir,
 }
 
 impl Family {
-    /// The vectors' model `name`, its checkpoint in shards of which those of the layers are missing.
+    /// The vectors' model `name`, as a sharded checkpoint that lacks the layers' shards.
     fn new(name: &str) -> Self {
         let found = entries("target_heads", None);
         let golden = &found.iter().find(|entry| entry.name == name).expect("its vectors").path;
@@ -68,7 +68,7 @@ impl Family {
         (0..TOKENS as i64).map(|t| 3 + (document as i64 * 7 + t * t) % 60).collect()
     }
 
-    /// Stored states as speculators writes them: the auxiliary layers, and the last.
+    /// Stored states in speculators' format: the auxiliary layers, and the last.
     fn write_data(&self) {
         let mut writer =
             DatasetWriter::create(&self.path("data"), WriterOptions::default()).unwrap();
@@ -131,7 +131,7 @@ fn config(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap()
 }
 
-/// From plan to export, with the target's own distribution in the objective.
+/// Runs everything from plan to export, with the target's distribution in the objective.
 fn goes_the_whole_way(name: &str, more: &[&str]) -> Family {
     let family = Family::new(name);
     let plan = ["plan", "--json", "--device", "cpu", "--rows", "4", "--mean-length", "24"];
@@ -240,12 +240,12 @@ fn an_unknown_architecture_is_described_once() {
     std::fs::write(&spec, "norm_kind = \"layer_plus_one\"\nnorm_eps = 1e-5\n").unwrap();
     let run = family.train(&["--target-spec", &spec, "--epochs", "1"]);
     assert!(run.success(), "{}", run.stderr);
-    // what the run recorded is enough for those that come later
+    // later commands need only what the run recorded
     std::fs::remove_file(&spec).unwrap();
     let resumed = family.train(&["--resume", "--epochs", "2", "--allow-changed", "epochs"]);
     assert!(resumed.success(), "{}", resumed.stderr);
     let output = family.text("exported");
-    // Of two layers it looks at what leaves the last one.
+    // The draft uses the last of two layers.
     let export =
         ["export", "--draft", &family.text("save"), "--output", &output, "--without-sglang"];
     let exported = family.engine(&export, &[]);

@@ -1,5 +1,5 @@
-//! Runs that end before they have trained anything: they leave nothing that anyone could take for a draft,
-//! and nothing that is in the way of the corrected command.
+//! Runs that end before training anything leave nothing that could be mistaken for a draft or
+//! obstruct the corrected command.
 
 use std::time::Duration;
 

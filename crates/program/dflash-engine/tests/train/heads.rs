@@ -1,4 +1,4 @@
-//! A draft whose head is not DFlash's, from training to decoding: the Markov example.
+//! A draft with another head than DFlash's, from training to decoding: the Markov example.
 
 use dflash_draft::Draft;
 use tch::{Device, Kind};
@@ -6,7 +6,7 @@ use tch::{Device, Kind};
 use crate::resume::kill_after;
 use crate::world::{Run, World};
 
-/// Three steps between saves; the table of previous tokens is as wide as three numbers.
+/// Three steps between saves; the table of previous tokens has three numbers per token.
 const MARKOV: [&str; 8] =
     ["--speculator-type", "markov", "--markov-rank", "3", "--max-steps", "6", "--save-every", "3"];
 
@@ -29,7 +29,7 @@ fn a_run_learns_the_term_and_goes_on_where_it_stopped() {
         .iter()
         .map(|line| line["head"]["markov_gain"].as_f64().unwrap())
         .collect();
-    // W2 starts at zero, and what is learned helps
+    // W2 starts at zero, and training improves it
     assert_eq!(gains[0], 0.0);
     assert!(gains.len() == 6 && gains[5] > 1e-3, "{gains:?}");
     let draft = load(&world, "whole");
@@ -41,7 +41,7 @@ fn a_run_learns_the_term_and_goes_on_where_it_stopped() {
     kill_after(&world, "parts", "step-000003");
     succeed(&world, "parts", &["--resume"]);
     assert!(world.state("whole", "step-000006") == world.state("parts", "step-000006"));
-    // the head is that of the run, unless a flag asks for another
+    // the head is the run's, unless a flag requests another
     let bare = world.train("whole", &["--resume", "--max-steps", "6"]);
     assert!(bare.success(), "{}", bare.stderr);
     for (flags, told) in [
@@ -63,7 +63,7 @@ fn ranks_muon_and_a_pruned_vocabulary_take_the_tables_along() {
     let shapes: Vec<_> = draft.layout().parameters().iter().rev().take(2).collect();
     assert_eq!((&*shapes[0].shape, &*shapes[1].shape), (&[40, 3][..], &[64, 3][..]));
     assert!(world.eval(&world.path("muon"))["acceptance_length"].as_f64().unwrap() >= 1.0);
-    // the head of another run is taken along, and that of another rank starts fresh
+    // another run's head is reused, and one of another rank starts fresh
     let warm = world.path("muon").to_string_lossy().into_owned();
     let flags = ["--from-pretrained", &*warm, "--max-steps", "1"];
     for (save, more, started) in

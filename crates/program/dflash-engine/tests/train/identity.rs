@@ -1,5 +1,5 @@
-//! Another model of the target's own shape, wherever it can come in: nothing but its weights tells
-//! it from the target, and it is refused by name.
+//! Another model of the target's shape, at every place where one can enter: only its weights
+//! differ, and it is refused by name.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -9,7 +9,7 @@ use dflash_test_support::eventually;
 
 use crate::world::{Run, World, sorted_checkpoints};
 
-/// A world with a second target beside the first: the same files but for the weights.
+/// A world with a second target that differs only in its weights.
 struct Two {
     world: World,
     target: String,
@@ -25,14 +25,14 @@ impl Two {
         Self { world, target, other }
     }
 
-    /// The identity of a target as messages print it.
+    /// A target's identity as messages print it.
     fn named(&self, name: &str) -> String {
         TargetIdentity::read(&self.world.path(name), &self.world.path(name).to_string_lossy())
             .unwrap()
             .to_string()
     }
 
-    /// Fails unless the run was refused with both targets named, and `more`.
+    /// Asserts that the run was refused with both targets named, and with `more`.
     fn assert_refused(&self, run: &Run, more: &str) {
         assert_eq!(run.code, Some(1), "{}", run.stderr);
         for expected in [&self.named("target"), &self.named("other"), more] {
@@ -40,7 +40,7 @@ impl Two {
         }
     }
 
-    /// Trains on what a server serves, with `more`.
+    /// Trains on a server's states, with `more`.
     fn train_from(&self, save: &str, endpoints: &str, more: &[&str]) -> Run {
         let flags = ["--vllm-endpoint", endpoints, "--on-missing", "generate"];
         let states = self.world.path("fetched").to_string_lossy().into_owned();
@@ -59,7 +59,7 @@ fn unique() -> usize {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// A hidden-state server of its own process; gone when dropped.
+/// A hidden-state server in its own process; killed when dropped.
 struct Server {
     child: Child,
     url: String,
@@ -97,7 +97,7 @@ fn another_model_behind_an_endpoint_is_refused_before_the_first_step() {
     let run = two.train_from("wrong", &wrong.url, &[]);
     two.assert_refused(&run, "start the server with the target's files");
     assert!(sorted_checkpoints(&two.world.path("wrong")).is_empty());
-    // Of two servers the wrong one is found wherever it stands.
+    // The wrong one of two servers is found in either position.
     for endpoints in [[&right.url, &wrong.url], [&wrong.url, &right.url]] {
         let joined = endpoints.map(String::as_str).join(",");
         let run = two.train_from("both", &joined, &[]);
@@ -105,7 +105,7 @@ fn another_model_behind_an_endpoint_is_refused_before_the_first_step() {
     }
     let run = two.train_from("right", &right.url, &[]);
     assert!(run.success(), "{}", run.stderr);
-    // Stored states do not excuse a server that is asked only for what is missing.
+    // Stored states do not excuse a server that is only asked for missing ones.
     let run = two.world.train("late", &["--vllm-endpoint", &wrong.url, "--on-missing", "generate"]);
     two.assert_refused(&run, wrong.url.trim_end_matches("/v1"));
 }
@@ -138,8 +138,8 @@ fn a_run_goes_on_with_its_own_target_only() {
     two.assert_refused(&run, "cannot resume");
     assert!(run.stderr.contains("--from-pretrained"), "{}", run.stderr);
     assert_eq!(sorted_checkpoints(&two.world.path("out")), before);
-    // The advice works, and says what it means. The states are still those of the first target, and
-    // of an age that does not say so.
+    // The advice works, and states its consequences. The states are still those of the first
+    // target, in a format too old to record that.
     let checkpoint = two.world.path("out").join(&before[0]).to_string_lossy().into_owned();
     let pretrained = ["--from-pretrained", &checkpoint, "--verifier-name-or-path", &two.other];
     let run = two.world.train("adapted", &[&pretrained[..], &["--epochs", "1"]].concat());
@@ -154,7 +154,7 @@ fn a_run_goes_on_with_its_own_target_only() {
     let own = ["--verifier-name-or-path", &copy, "--resume", "--epochs", "2"];
     let run = two.world.train("out", &[&own[..], &["--allow-changed", "epochs"]].concat());
     assert!(run.success(), "{}", run.stderr);
-    // Who names the change may go on with another.
+    // If the change is named explicitly, the run continues with another target.
     let leave = ["--epochs", "3", "--allow-changed", "epochs,target"];
     let run = two.world.train("out", &[&other[..], &leave].concat());
     assert!(run.success(), "{}", run.stderr);

@@ -1,5 +1,5 @@
-//! Runs at the limits: numbers at the ends of their ranges, more ranks than the machine can run, a
-//! disk that is full, a terminal; and plans of whole command lines.
+//! Runs at limits: numbers at the ends of their ranges, more ranks than the machine can run, a full
+//! disk, a terminal; and plans for whole command lines.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -66,11 +66,11 @@ fn a_plan_takes_the_whole_line_of_a_training() {
     assert!(steps > 0 && !world.path("out").exists());
 }
 
-/// A small disk of its own; gone when dropped.
+/// A small separate disk; unmounted when dropped.
 struct Disk(PathBuf);
 
 impl Disk {
-    /// `None`, with a line that is counted, where we may not mount.
+    /// `None`, with a counted message, if mounting is not permitted.
     fn new(path: &Path, bytes: u64) -> Option<Self> {
         std::fs::create_dir_all(path).unwrap();
         let mut mount = Command::new("mount");
@@ -118,7 +118,7 @@ fn a_full_disk_is_freed_of_what_keep_last_would_remove() {
     let last = kept.last().unwrap();
     assert_eq!(sorted_checkpoints(&world.path("disk/run")).last(), Some(last));
     assert_eq!(world.state("disk/run", last), world.state("roomy", last));
-    // Without --keep-last nothing may go.
+    // Without --keep-last nothing may be removed.
     std::fs::remove_dir_all(world.path("disk/run")).unwrap();
     let all = ["--epochs", "4", "--save-every", "2", "--nproc", "2"];
     let full = world.train("disk/run", &all);
@@ -133,7 +133,7 @@ fn on_a_terminal_the_checkpoint_s_path_has_a_line_of_its_own() {
     let mut line = world.arguments("out", &["--max-steps", "2"]);
     line.retain(|word| word != "--no-progress");
     let command = format!("{} {}", env!("CARGO_BIN_EXE_dflash-engine"), line.join(" "));
-    // `script` gives the command a terminal and writes down what it shows.
+    // `script` provides a terminal and records its output.
     let log = world.path("typescript");
     let mut script = Command::new("script");
     script.args(["-qec", &command]).arg(&log).env("OMP_NUM_THREADS", "1").env("TERM", "xterm");

@@ -1,5 +1,5 @@
-//! What goes wrong in a run that only processes show: several ranks, stored states, flags. The rest is
-//! tested in the library, on rows in memory.
+//! Failures that show only with real processes: several ranks, stored states, flags. The library's
+//! tests cover the rest with rows in memory.
 
 use crate::world::{Run, World, losses, sorted_checkpoints};
 

@@ -1,5 +1,5 @@
-//! Whole trainings whose gradients go over NCCL's calls, by a library that carries CPU tensors: what it
-//! is asked, and how runs end when it fails.
+//! Whole trainings whose gradients go through NCCL's calls, with a library that carries CPU
+//! tensors: the calls made, and how runs end when it fails.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::world::{Run, World, losses, sorted_checkpoints};
 
 const TWO: [&str; 4] = ["--nproc", "2", "--backend", "nccl"];
 
-/// The promise after the death of a peer.
+/// Documented limit after the death of a peer.
 const DEATH: Duration = Duration::from_secs(5);
 
 fn train(world: &World, nccl: &HostNccl, save: &str, more: &[&str], fault: Option<&str>) -> Run {
@@ -20,7 +20,7 @@ fn train(world: &World, nccl: &HostNccl, save: &str, more: &[&str], fault: Optio
     Run::of(nccl.serve(&mut command, fault))
 }
 
-/// What the rank called, without the numbers of the calls; nothing that must not be.
+/// The rank's calls without their numbers; checks that no forbidden one occurred.
 fn calls(nccl: &HostNccl, rank: usize) -> Vec<String> {
     let calls = nccl.calls(rank);
     let strange = |call: &&String| call.starts_with("MISUSE") || call.starts_with("MISMATCH");
@@ -51,8 +51,8 @@ fn a_step_sums_the_buckets_of_the_backward_pass_and_the_run_is_that_of_gloo() {
     }
 }
 
-/// Every step sums the parts of the gradient in the order in which the backward pass finishes them,
-/// then its counts, and takes rank 0's norm.
+/// Every step sums the gradient's buckets in the order in which the backward pass finishes them,
+/// then its counts, and broadcasts rank 0's norm.
 fn check_steps(calls: &[String], draft: &Draft) {
     let buckets = draft.layout().buckets();
     let sums: Vec<String> = buckets
@@ -70,7 +70,7 @@ fn check_steps(calls: &[String], draft: &Draft) {
         }
     }
     let sums_of_float32 = calls.iter().filter(|call| call.ends_with("type 7 op 0")).count();
-    // One more is the sum by which the group is tried.
+    // The additional one is the group's trial sum.
     assert_eq!(sums_of_float32, steps * sums.len() + 1);
     assert!(steps > 4, "{steps} steps");
 }

@@ -1,9 +1,9 @@
-//! Runs that get no memory: whose fault it is, what they say, what they leave.
+//! Runs out of memory: whose fault it is, what they report and leave behind.
 //!
-//! Limits are of address space, and follow from what the processes of the test take themselves. What else the
-//! machine does must not show in them: sizes are watched for a time of the process's own work and not of the
-//! clock, the allocator has one arena, because threads that meet in it get another of 64 MiB each, and stored states
-//! are read one at a time.
+//! Limits apply to address space and are derived from measurements of the test's own processes.
+//! Other load on the machine must not affect them: sizes are measured over the process's own CPU
+//! time, the allocator has one arena, because contending threads would create others of 64 MiB
+//! each, and stored states are read one at a time.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use crate::running::Running;
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
-/// Rows of more than a hundred MB of logits, if they may be taken at once.
+/// Rows with more than a hundred MB of logits, if taken at once.
 const HUNGRY: [&str; 12] = [
     "--total-seq-len",
     "128",
@@ -25,18 +25,18 @@ const HUNGRY: [&str; 12] = [
     "12",
     "--loss-chunk-mib",
     "512",
-    // Each read that waits for another has a thread, and each thread a stack.
+    // Each pending read has a thread, and each thread a stack.
     "--max-in-flight",
     "1",
 ];
 
-/// What a process may take beyond its least: less than the logits of a row.
+/// Memory allowed beyond the minimum: less than the logits of a row.
 const SPARE: u64 = 48 << 20;
 
-/// What a process must work for until its least size is known, and how long that may take.
+/// CPU time after which the minimum size is known, and the time limit for that.
 const WATCHED: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
-/// A size of the process that the kernel knows by `name`, bytes; `None` once it has ended.
+/// A size of the process by its kernel `name`, bytes; `None` once it has ended.
 fn size(process: u32, name: &str) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
@@ -44,17 +44,17 @@ fn size(process: u32, name: &str) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// The processor's time that the process has had.
+/// CPU time of the process.
 fn worked(process: u32) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
-    // The name, which may hold anything, is in brackets; the times are the 12th and 13th fields after it,
-    // in hundredths of a second.
+    // The name, which may contain anything, is in parentheses; the times are the 12th and 13th
+    // fields after it, in hundredths of a second.
     let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
     let ticks = [11, 12].map(|field| fields[field].parse::<u64>().unwrap());
     Duration::from_millis(10 * (ticks[0] + ticks[1]))
 }
 
-/// The least address space that the process has within a second of its work, bytes.
+/// Minimum address space of the process within a second of its CPU time, bytes.
 fn least_size(process: u32) -> u64 {
     let (begun, before, mut least) = (Instant::now(), worked(process), u64::MAX);
     while worked(process) < before + WATCHED.0 && begun.elapsed() < WATCHED.1 {
@@ -64,13 +64,13 @@ fn least_size(process: u32) -> u64 {
     least
 }
 
-/// `command` with an allocator whose size follows from what it is asked for.
+/// `command` with an allocator whose size depends only on the requests.
 fn steady(mut command: Command) -> Command {
     command.env("MALLOC_ARENA_MAX", "1");
     command
 }
 
-/// The most address space that a run takes, bytes.
+/// Maximum address space of a run, bytes.
 fn most_size(command: Command) -> u64 {
     let mut run = Running::start(&mut steady(command));
     let mut most = 0;
@@ -83,7 +83,7 @@ fn most_size(command: Command) -> u64 {
     most
 }
 
-/// From now on the process has no more than its least and [`SPARE`]; the limit.
+/// Limits the process to its minimum plus [`SPARE`]; returns the limit.
 pub(crate) fn starve(process: u32) -> u64 {
     let limit = least_size(process) + SPARE;
     let pid = Pid::from_raw(process.try_into().unwrap());
@@ -91,7 +91,7 @@ pub(crate) fn starve(process: u32) -> u64 {
     limit
 }
 
-/// A run that ended for lack of memory: in which step, as it says.
+/// The step in which a run reports having run out of memory.
 fn check_ended(run: &Run, rank: usize) -> u64 {
     assert_eq!(run.code, Some(1), "{}", run.stderr);
     let begins = format!("error: rank {rank} ran out of memory in step ");
@@ -118,7 +118,7 @@ fn a_run_without_memory_says_what_to_lower_and_goes_on_with_that() {
     let hungry = size(run.id(), "VmPeak").unwrap();
     starve(run.id());
     let step = check_ended(&run.end(), 0);
-    // The step is void, and what was trained before it is saved.
+    // The step is void, and earlier training is saved.
     assert_eq!(
         sorted_checkpoints(&world.path("out")).pop().unwrap(),
         format!("step-{:06}", step - 1)
@@ -129,8 +129,8 @@ fn a_run_without_memory_says_what_to_lower_and_goes_on_with_that() {
     let copied =
         Command::new("cp").arg("-r").args([world.path("out"), world.path("copy")]).status();
     assert!(copied.unwrap().success());
-    // Between what it takes to go on and what the rows took at once: how memory is cut up differs from run to
-    // run by some dozens of MiB, with the moments at which rows come.
+    // Between what the run needs and what all rows needed at once: fragmentation differs between
+    // runs by some dozens of MiB, depending on when rows arrive.
     let enough = most_size(world.command("copy", &more));
     assert!(enough + SPARE < hungry, "{enough} and {hungry}");
     let limit = enough.midpoint(hungry);
@@ -190,7 +190,7 @@ fn any_command_without_memory_ends_as_one_that_was_asked_for_too_much() {
     };
     let mut small =
         Running::start(&mut steady(bench(["--tokens", "64", "--anchors", "2"], "100000")));
-    // It has loaded what it loads, however slowly it goes here.
+    // It has finished loading, however slow the machine.
     while worked(small.id()) < Duration::from_secs(2) {
         assert!(!small.has_ended(), "{}", small.said());
         std::thread::sleep(Duration::from_millis(10));

@@ -1,7 +1,7 @@
-//! Two machines: network namespaces with a cable between them, and a launcher in each.
+//! Two machines: network namespaces joined by a virtual cable, with a launcher in each.
 //!
-//! Each also has a second interface, which its default route leads to: a rank that listened on the
-//! address that faces the world would not be found by its peers.
+//! Each also has a second interface with the default route: a rank that listened on that address
+//! would be unreachable for its peers.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,13 +12,13 @@ use crate::world::{Run, World, losses};
 
 const ENDPOINT: &str = "10.77.0.1:29411";
 
-/// Two namespaces; gone when dropped.
+/// Two namespaces; deleted when dropped.
 struct Machines {
     names: [String; 2],
 }
 
 impl Machines {
-    /// `None`, with a line that is counted, where we may not make namespaces.
+    /// `None`, with a counted message, if creating namespaces is not permitted.
     fn new(test: &str) -> Option<Self> {
         let names = [0, 1].map(|node| format!("dflash-{test}-{}-{node}", std::process::id()));
         let machines = Self { names };
@@ -111,7 +111,7 @@ fn a_rank_killed_on_one_machine_is_named_and_started_again_on_both() {
     assert_same_losses(&losses(&world.path("two")), &losses(&world.path("one")));
 }
 
-/// The stated time for a job whose nodes lost each other, beyond --collective-timeout.
+/// Documented time for a job whose nodes lost each other, beyond --collective-timeout.
 const LOST: Duration = Duration::from_secs(60);
 
 #[test]
@@ -121,7 +121,7 @@ fn a_cut_link_ends_both_machines_in_plain_words() {
     let more = ["--epochs", "4000", "--collective-timeout", "5"];
     let [mut first, second] = [0, 1].map(|node| machines.start(&world, "out", node, &more));
     first.await_step(&world.path("out"), 5);
-    // No packet comes any more, and none says so.
+    // Packets are dropped silently from now on.
     ip(&format!("-n {} link set cable down", machines.names[1])).unwrap();
     let cut = Instant::now();
     for node in [first, second] {
@@ -166,7 +166,7 @@ fn a_rank_without_a_launcher_says_that_its_peer_is_gone() {
     }
 }
 
-/// What C++ writes when it fails is for those who wrote it.
+/// Asserts that no C++ stack trace reaches the user.
 fn assert_no_traces(run: &Run) {
     for trace in ["frame #", "Exception raised", ".cpp:", ".cc:", "[c10d]"] {
         assert!(!run.stderr.contains(trace), "{trace}: {}", run.stderr);

@@ -1,12 +1,11 @@
-//! Where the ranks of a run find its files: data that was changed behind its description, and
-//! directories that are not one.
+//! Where ranks find their files: changed data, and separate directories of the same name.
 
 use std::path::Path;
 
 use crate::running::{Running, free_port};
 use crate::world::{Run, World};
 
-/// Two ranks, as on two nodes, which save into directories of their own; their ends.
+/// Two ranks that save into separate directories, as on two nodes; returns both runs.
 fn apart(world: &World, saves: [&str; 2], more: &[&str]) -> [Run; 2] {
     let port = free_port().to_string();
     let ranks = [0, 1].map(|rank| {
@@ -31,7 +30,7 @@ fn equal_steps_of_different_runs_do_not_train_together() {
         assert!(run.stderr.contains("rank 1 sees step 3 (checksum "), "{}", run.stderr);
         assert!(run.stderr.contains("but rank 0 sees step 3 (checksum "), "{}", run.stderr);
     }
-    // A copy of the same checkpoint is the same checkpoint.
+    // A copy of a checkpoint is the same checkpoint.
     copy(&world.path("mine"), &world.path("copied"));
     for run in apart(&world, ["mine", "copied"], &more) {
         assert!(run.success(), "{}", run.stderr);
@@ -62,7 +61,7 @@ fn data_whose_tokens_were_changed_are_other_data() {
     let more = ["--max-steps", "3"];
     let begun = world.train("out", &more);
     assert!(begun.success(), "{}", begun.stderr);
-    // One token of the last sample, whose lengths and recorded fingerprint stay.
+    // Changes one token of the last sample; lengths and recorded fingerprint stay.
     let shard = world.path("data/data-00000-of-00001.arrow");
     let mut bytes = std::fs::read(&shard).unwrap();
     let ids: Vec<i32> = (0..17).map(|t| (23 * 7 + t) % 60).collect();

@@ -1,5 +1,5 @@
-//! Runs against a stock vLLM as the client sees one, honest or wrong in one way: what a run finds out
-//! before its first step, what it takes as it is, and for what it stops.
+//! Runs against a simulated stock vLLM, correct or with one defect: what a run detects before its
+//! first step, what it adapts to, and what it refuses.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,29 +16,29 @@ use tch::{Device, Kind, Tensor};
 
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
-/// In which way a server differs from a right one.
+/// The server's defect.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Wrong {
     Nothing,
-    /// Its last states are behind the final norm.
+    /// Its last states are after the final norm.
     Normed,
     /// Its layer ids are one lower.
     LayersOneLower,
-    /// The layer before the last stands in the last one's place.
+    /// The second-to-last layer is in the last one's place.
     LastOneLower,
     /// Its norm multiplies by 1 + w.
     NormWeight,
     /// Its logits have another scale.
     LogitScale,
-    /// It runs a token before those that it is given, and says so.
+    /// It prepends a token to its input, and reports it.
     AddsAToken,
-    /// The same, and it does not say so.
+    /// The same, unreported.
     AddsATokenInSecret,
     /// Another model, with another tokenizer.
     OtherTokenizer,
-    /// Another model of the same tokenizer.
+    /// Another model with the same tokenizer.
     OtherModel,
-    /// A model of more tokens.
+    /// A model with a larger vocabulary.
     OtherVocabulary,
     /// It refuses to send log-probabilities.
     NoLogProbabilities,
@@ -79,7 +79,7 @@ impl Vllm {
             let head = TargetIo::load(&dir, Device::Cpu, Kind::Float).unwrap();
             let mut served = Served { target, head, wrong, storage: kept, requests: count };
             for client in listener.incoming().flatten() {
-                // A client that is gone wants no answer.
+                // A disconnected client needs no answer.
                 let _ = served.answer(&client);
             }
         });
@@ -171,7 +171,7 @@ impl Served {
         tch::no_grad(|| self.target.forward_packed(&ids_t, &bounds, &[0, 1, 2]))
     }
 
-    /// What it hands out as layers 1 and 2.
+    /// The states that it returns as layers 1 and 2.
     fn slots(&self, states: &[Tensor]) -> [Tensor; 2] {
         let [first, middle, last] = [0, 1, 2].map(|layer| states[layer].shallow_clone());
         match self.wrong {
@@ -222,7 +222,7 @@ impl Served {
     }
 }
 
-/// As vLLM writes them: no metadata, slots in the middle.
+/// In vLLM's format: no metadata, slots in the middle dimension.
 fn write_states(path: &Path, ids: &[i64], slots: &[Tensor; 2]) {
     let rows_tkh = Tensor::stack(slots, 1).contiguous();
     let ids_t = Tensor::from_slice(ids);
@@ -237,7 +237,7 @@ fn train(world: &World, save: &str, vllm: &Vllm, more: &[&str]) -> Run {
 
 const TRUST: [&str; 1] = ["--trust-layer-ids"];
 
-/// Gives the target's final norm weights that are not one, or a second norm would change nothing.
+/// Makes the target's final norm weights differ from one, so that a second norm has an effect.
 fn weigh_final_norm(world: &World) {
     let path = world.path("target/model.safetensors");
     let mut tensors = Tensor::read_safetensors(&path).unwrap();
@@ -264,7 +264,7 @@ fn an_honest_server_is_proved_and_the_user_s_word_is_asked_for_once() {
     assert_eq!(vllm.requests.load(Ordering::SeqCst), 1, "one request tells");
     let run = train(&world, "out", &vllm, &TRUST);
     assert!(run.success(), "{}", run.stderr);
-    // 11 of the prompt with the likeliest in their places, some the same, and 3 behind it.
+    // 11 positions of the prompt with the most likely tokens, some identical, and 3 after it.
     assert!(run.stderr.contains("log-probabilities of 12 tokens from"), "{}", run.stderr);
     assert!(run.stderr.contains("nats apart at most"), "{}", run.stderr);
     assert!(run.stderr.contains("2 verified, 1 trusted"), "{}", run.stderr);
@@ -275,7 +275,7 @@ fn an_honest_server_is_proved_and_the_user_s_word_is_asked_for_once() {
     let agreement = &check["log_probabilities"];
     assert!(agreement["largest"].as_f64().unwrap() < 1e-4, "{check}");
     assert!(agreement["compared"].as_u64().unwrap() > 12, "{check}");
-    // Its word is in the run.
+    // The run records the user's confirmation.
     let more = ["--resume", "--epochs", "2", "--allow-changed", "epochs"];
     let resumed = train(&world, "out", &vllm, &more);
     assert!(resumed.success(), "{}", resumed.stderr);
@@ -287,7 +287,7 @@ fn states_behind_the_final_norm_are_taken_so_and_recorded() {
     let world = World::new();
     weigh_final_norm(&world);
     let (plain, normed) = (Vllm::start(&world, Wrong::Nothing), Vllm::start(&world, Wrong::Normed));
-    // The target's distribution is read from the last states.
+    // The target's distribution comes from the last states.
     let target_distribution = ["--trust-layer-ids", "--loss", "kl"];
     let train = |save: &str, vllm: &Vllm| {
         let run = train(
@@ -373,7 +373,7 @@ fn stored_states_of_other_software_need_the_user_s_word_and_ours_do_not() {
     assert!(run.stderr.contains("--trust-layer-ids"), "{}", run.stderr);
     let run = world.train("foreign-run", &[&flags[..], &TRUST].concat());
     assert!(run.success(), "{}", run.stderr);
-    // Of which one has the layers of another.
+    // One of them has the other's layers.
     let ids: Vec<i64> = (0..12).collect();
     let states = HiddenStates::new(vec![1, 2], 12, 32, Dtype::F32, {
         let target = TargetIo::load(&world.path("target"), Device::Cpu, Kind::Float).unwrap();

@@ -1,4 +1,4 @@
-//! What a resumed run says, refuses, changes and never loses.
+//! What a resumed run reports, refuses, changes and never loses.
 
 use std::path::Path;
 use std::process::Command;
@@ -79,7 +79,7 @@ fn a_change_of_settings_is_listed_and_refused_unless_it_is_named() {
     let fresh = world.train("fresh", &["--allow-changed", "lr"]);
     assert_eq!(fresh.code, Some(2), "{}", fresh.stderr);
     assert!(fresh.stderr.contains("required") && fresh.stderr.contains("--resume"));
-    // two ranks are refused alike, and not started again
+    // two ranks are refused alike, and not restarted
     let two = ["--nproc", "2", "--max-restarts", "2"];
     let run = world.train("out", &resume(&two));
     assert_eq!(run.code, Some(1), "{}", run.stderr);
@@ -100,7 +100,7 @@ fn a_resumed_run_takes_its_shape_from_its_checkpoint() {
     let world = World::new();
     let base = succeed(&world, "base", &["--max-steps", "1", "--num-layers", "3"]).stdout;
     let base = Path::new(base.trim());
-    // The world's flags say a shape, which these leave out.
+    // The world's flags set a shape, which these omit.
     let train = |save: &str, more: &[&str]| {
         let mut arguments = world.arguments(save, &[]);
         for flag in ["--num-layers", "--block-size", "--target-layer-ids"] {
@@ -115,7 +115,7 @@ fn a_resumed_run_takes_its_shape_from_its_checkpoint() {
     let begun = train("out", &[&["--max-steps", "3"], &from[..]].concat());
     assert!(begun.success(), "{}", begun.stderr);
     assert!(begun.stderr.contains("training 3 layers "), "{}", begun.stderr);
-    // Without the flag, and with it in another spelling.
+    // Without the flag, and with another path to the same draft.
     let link = world.path("link");
     std::os::unix::fs::symlink(base, &link).unwrap();
     let spelt = ["--from-pretrained", link.to_str().unwrap()];
@@ -132,7 +132,7 @@ fn a_resumed_run_takes_its_shape_from_its_checkpoint() {
     let refused = train("out", &["--max-steps", "3", "--resume", "--num-layers", "2"]);
     let told = "it was trained with --num-layers 3, this run asks for 2";
     assert!(refused.stderr.contains(told), "{}", refused.stderr);
-    // Settings are compared before a server is asked, and here there is none.
+    // Settings are compared before contacting a server; there is none here.
     let nobody = format!("http://127.0.0.1:{}", crate::running::free_port());
     let nowhere = world.path("nowhere").display().to_string();
     let asks = ["--endpoint", &nobody, "--hidden-states-path", &nowhere];
@@ -184,7 +184,7 @@ fn a_longer_run_goes_on_from_its_learning_rate() {
         assert!(longer[1..].is_sorted_by(|a, b| a >= b), "{kind} jumps back: {longer:?}");
         assert!(longer[5] - longer[6] <= 0.25 * longer[5], "{kind} falls: {longer:?}");
         assert!(longer[23] < 0.2 * longer[0].max(longer[1]), "{kind} stays: {longer:?}");
-        // a restart of the longer run follows the same curve, without a word of leave
+        // a restart of the longer run follows the same curve without --allow-changed
         let last = sorted_checkpoints(&world.path(&save("longer"))).pop().unwrap();
         copy(&world.path(&save("longer")), &world.path(&save("again")));
         kill_after(&world, &save("again"), "step-000015");
@@ -221,7 +221,11 @@ fn a_run_goes_on_from_an_earlier_checkpoint_and_keeps_the_later_ones() {
     refuse(&world, "out", &[&more[..], &["--resume-from", "4"]].concat(), "there are 3, 6, ");
     let run = succeed(&world, "out", &[&more[..], &["--resume-from", "6"]].concat());
     assert!(run.stderr.contains("resuming step 6 of "), "{}", run.stderr);
-    assert!(run.stderr.contains("after-000006; remove it when nobody needs it"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("after-000006; remove it when it is no longer needed"),
+        "{}",
+        run.stderr
+    );
     assert_eq!(sorted_checkpoints(&world.path("out")), all);
     assert_eq!(world.state("out", &last), world.state("before", &last));
     assert_eq!(losses(&world.path("out")), losses(&world.path("before")));
@@ -229,7 +233,7 @@ fn a_run_goes_on_from_an_earlier_checkpoint_and_keeps_the_later_ones() {
     assert_eq!(sorted_checkpoints(&world.path(aside)), all[2..]);
     assert_eq!(world.state(aside, &last), world.state("before", &last));
     assert_eq!(losses(&world.path(aside)), losses(&world.path("before")));
-    // the last one has nothing after it
+    // nothing follows the last one
     let step = last.trim_start_matches("step-").trim_start_matches('0').to_owned();
     let run = succeed(&world, "out", &[&more[..], &["--resume-from", &step]].concat());
     assert!(!run.stderr.contains("remove it"), "{}", run.stderr);
@@ -253,7 +257,7 @@ fn a_restarted_worker_resumes_by_itself() {
     assert!(refused.stderr.contains("pass --resume to continue it"), "{}", refused.stderr);
     let other = start("out", "1", "another", &more);
     assert!(other.stderr.contains("pass --resume to continue it"), "{}", other.stderr);
-    // what the command says of where to begin is done already
+    // flags about where to start have been obeyed already
     for flags in [&[][..], &["--resume"], &["--resume-from", "3"]] {
         kill_after(&world, "out", "step-000006");
         let on = start("out", "2", "one", &[&more[..], flags].concat());
@@ -263,7 +267,7 @@ fn a_restarted_worker_resumes_by_itself() {
     }
 }
 
-/// Rewrites what a run recorded as releases wrote it that had other names and defaults.
+/// Rewrites a run's record in the form of releases with other names and defaults.
 fn age(path: &Path, key: &str) {
     let mut record = json(path);
     let settings = record[key].as_object_mut().unwrap();

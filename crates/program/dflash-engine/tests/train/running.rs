@@ -1,4 +1,4 @@
-//! Training runs that are watched, signalled and killed while they work.
+//! Training runs that are observed, signalled and killed while running.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::world::{Run, World};
 
-/// For processes to start and meet on a busy machine.
+/// Long enough for processes to start and connect on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A process with what it has said so far; killed when dropped.
+/// A process with its output so far; killed when dropped.
 pub(crate) struct Running {
     child: Child,
     said: Arc<Mutex<String>>,
@@ -38,7 +38,7 @@ impl Running {
         self.said.lock().unwrap().clone()
     }
 
-    /// Waits until it has said `text` so many times.
+    /// Waits until it has printed `text` this many times.
     pub(crate) fn await_said(&mut self, text: &str, times: usize) {
         self.until(|run| run.said().matches(text).count() >= times);
     }
@@ -50,7 +50,7 @@ impl Running {
         self.until(|_| std::fs::read_to_string(&metrics).is_ok_and(|lines| lines.contains(&line)));
     }
 
-    /// Waits until it writes a checkpoint below `save_path`.
+    /// Waits until it starts writing a checkpoint below `save_path`.
     pub(crate) fn await_save(&mut self, save_path: &Path) {
         self.until(|_| {
             let names = std::fs::read_dir(save_path).unwrap().map(|entry| entry.unwrap().path());
@@ -84,7 +84,6 @@ impl Running {
         children.split_whitespace().map(|id| id.parse().unwrap()).collect()
     }
 
-    /// Waits for the end.
     pub(crate) fn end(mut self) -> Run {
         let mut stdout = String::new();
         self.child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
@@ -106,12 +105,12 @@ pub(crate) fn send(signal: &str, id: u32) {
     assert!(status.success());
 }
 
-/// A port that nobody listens on at the moment.
+/// A port that is unused at the moment.
 pub(crate) fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// The ranks of a job whose launcher only sets the four usual variables, like a plain script.
+/// Starts the ranks of a job with only the four usual variables, like a plain script.
 pub(crate) fn start_workers(
     world: &World,
     save: &str,

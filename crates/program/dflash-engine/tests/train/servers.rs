@@ -1,4 +1,5 @@
-//! Runs whose hidden states come from servers: late, killed, replaced, behind a bad wire, or hostile.
+//! Runs with hidden states from servers that are late, killed, replaced, behind a faulty
+//! connection, or hostile.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -51,7 +52,7 @@ impl Drop for Server {
     }
 }
 
-/// Flags of a run that takes all its states from the server at `endpoint`, few of them ahead.
+/// Flags of a run that fetches all states from the server at `endpoint`, with few ahead.
 fn served<'a>(endpoint: &'a str, nowhere: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let flags = [
         "--endpoint",
@@ -82,7 +83,7 @@ fn a_run_waits_for_its_server_and_knows_it_again() {
     whole.await_said("waiting up to 60 s for a server", 1);
     let server = Server::start(&world, port, &["1", "2"]);
     assert!(whole.end().success(), "it waits");
-    // It is killed, and another comes in its place: first of other layers, then the right one.
+    // It is killed and replaced: first by one with other layers, then by the right one.
     let mut part = Running::start(&mut world.command("part", &flags));
     part.await_step(&world.path("part"), 3);
     drop(server);
@@ -117,7 +118,7 @@ fn a_terminal_shows_that_a_server_is_slow_while_it_is() {
     line.retain(|word| word != "--no-progress");
     let command = format!("{} {}", env!("CARGO_BIN_EXE_dflash-engine"), line.join(" "));
     let log = world.path("typescript");
-    // `script` gives the command a terminal, and writes down what it shows.
+    // `script` provides a terminal and records its output.
     let mut script = Command::new("script");
     if script.arg("--version").output().is_err() {
         println!("skipped: no program `script` here");
@@ -137,7 +138,7 @@ fn a_terminal_shows_that_a_server_is_slow_while_it_is() {
     run.await_step(&world.path("out"), step + 3);
 }
 
-/// The first row is what a preflight reads first; of equal tokens all layers of a target may look alike.
+/// The preflight reads the first row; with equal tokens all layers of a target may look alike.
 #[test]
 fn our_own_server_is_believed_whatever_the_first_row_says() {
     let world = World::new();
@@ -183,7 +184,7 @@ fn a_wire_that_turns_bits_changes_nothing_and_passwords_stay_secret() {
     let line = world.lines("hurt", "metrics.jsonl").pop().unwrap();
     assert!(line["stream"]["damaged"].as_u64().unwrap() > 0, "{line}");
     assert_eq!(line["stream"]["rejected"], 0, "{line}");
-    // The password was sent, and is written nowhere.
+    // The password was sent, and is not recorded.
     let recorded = std::fs::read_to_string(world.path("whole").join("run.json")).unwrap();
     assert!(recorded.contains("***@127.0.0.1") && !recorded.contains("secret"), "{recorded}");
     let dumped = world.arguments("whole", &served(&straight, &nowhere, &["--dump-config"]));
@@ -196,7 +197,7 @@ fn a_wire_that_turns_bits_changes_nothing_and_passwords_stay_secret() {
     assert!(!refused.stderr.contains("secret"), "{}", refused.stderr);
 }
 
-/// The port of a way to the server on which one piece in twenty loses a bit.
+/// The port of a proxy to the server that flips a bit in one of twenty pieces.
 fn bad_wire(server: u16, random: ChaCha8Rng) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -217,7 +218,7 @@ fn bad_wire(server: u16, random: ChaCha8Rng) -> u16 {
 fn pass(mut from: TcpStream, mut to: TcpStream, mut random: ChaCha8Rng) {
     let mut piece = vec![0; 1 << 16];
     while let Ok(length @ 1..) = from.read(&mut piece) {
-        // The body, which is most of a message: heads are the client's own tests.
+        // Only the body, which is most of a message: the client's own tests cover headers.
         if length > 400 && random.random_range(0..20) == 0 {
             piece[random.random_range(300..length)] ^= 1 << random.random_range(0..8);
         }
@@ -228,7 +229,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, mut random: ChaCha8Rng) {
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
-/// A server that says it is a vLLM and names `file` for every prompt; its port.
+/// A server that claims to be a vLLM and names `file` for every prompt; returns its port.
 fn hostile_vllm(file: String) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -271,7 +272,7 @@ fn a_server_cannot_make_a_run_delete_the_target() {
     };
     check(&[], "pass its shared_storage_path as --shared-storage-path DIR");
     check(&["--shared-storage-path", &storage], "which is not a .safetensors file in");
-    // Even where the user names the target's own directory: its file is no prompt's.
+    // Even if the user names the target's directory: its files belong to no prompt.
     let target = world.path("target");
     check(&["--shared-storage-path", &target.to_string_lossy()], "model.safetensors");
 }

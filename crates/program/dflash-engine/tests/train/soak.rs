@@ -1,7 +1,7 @@
-//! kill -9 at random moments, saves included: what a run has saved is never lost, what it has half
-//! saved is never taken for whole, and in the end every loss is what it would have been.
+//! kill -9 at random moments, including during saves: saved progress is never lost, partial saves
+//! are never taken for complete, and in the end every loss is that of an undisturbed run.
 //!
-//! A few kills by default; `make soak` asks for fifty (DFLASH_SOAK_KILLS).
+//! A few kills by default; `make soak` does fifty (DFLASH_SOAK_KILLS).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -14,11 +14,11 @@ use crate::world::{World, losses, sorted_checkpoints};
 
 const KILLS: &str = "DFLASH_SOAK_KILLS";
 
-/// Kills of the short form.
+/// Number of kills by default.
 const FEW: u32 = 4;
 
-/// Saves are as frequent as steps allow, so that many kills fall into one; old checkpoints go, so
-/// that some fall into a removal.
+/// Saves as often as possible, so that many kills hit one, and removes old checkpoints, so that
+/// some hit a removal.
 const ARGUMENTS: [&str; 4] = ["--save-every", "2", "--epochs", "100"];
 
 fn kills() -> u32 {
@@ -49,7 +49,7 @@ fn step_of(name: &str) -> u64 {
     name.strip_prefix("step-").unwrap().parse().unwrap()
 }
 
-/// Names that kills in a save, or in a removal, have left.
+/// Names of incomplete directories left by kills in a save or removal.
 fn half_written(save_path: &Path) -> BTreeSet<String> {
     let entries = std::fs::read_dir(save_path).into_iter().flatten();
     entries
@@ -58,10 +58,10 @@ fn half_written(save_path: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// What is known of the run that is killed again and again.
+/// State of the run that is killed repeatedly.
 struct Victim<'a> {
     world: &'a World,
-    /// All checkpoints of the run that was left in peace.
+    /// All checkpoints of the undisturbed run.
     expected: BTreeMap<String, Vec<u8>>,
     /// The newest checkpoint after the last kill.
     newest: Option<String>,
@@ -74,7 +74,7 @@ impl Victim<'_> {
         Running::start(&mut self.world.command("part", &more))
     }
 
-    /// What engines are given is a whole checkpoint, whenever the run was killed.
+    /// Checks that the links lead to a complete checkpoint, whenever the run was killed.
     fn check_links(&self, save_path: &Path, found: &BTreeMap<String, Vec<u8>>) {
         let served = |path: &Path| std::fs::read(path.join("model.safetensors"));
         if save_path.join("latest").is_symlink() {
@@ -90,8 +90,8 @@ impl Victim<'_> {
         assert_eq!(found.ok(), newest.or(Some(save_path.join("latest"))).filter(|it| it.exists()));
     }
 
-    /// Lets it train for up to `longest`, or in every fourth turn only begin to start, and kills
-    /// it; false where it had reached its end.
+    /// Lets it train for up to `longest`, or in every fourth turn only start, and kills it; false
+    /// if it had finished.
     fn kill_once(&mut self, turn: u32, longest: Duration, random: &mut ChaCha8Rng) -> bool {
         let save_path = self.world.path("part");
         let mut run = self.start();
@@ -127,14 +127,14 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
     let world = World::new();
     let all = [&ARGUMENTS[..], &["--keep-last", "0"]].concat();
     let mut whole = Running::start(&mut world.command("whole", &all));
-    // Kills come after this line, so starting does not count.
+    // Kills come after this line, so start-up does not count.
     whole.await_said("training ", 1);
     let begun = Instant::now();
     let whole = whole.end();
     assert!(whole.success(), "{}", whole.stderr);
     let lasted = begun.elapsed();
     let kills = kills();
-    // Half of the run goes by between the kills, but for what is done twice.
+    // Half of the run is done between the kills, apart from repeated work.
     let longest = lasted.mul_f64(1.0 / f64::from(kills)).max(Duration::from_millis(30));
     let expected = states(&world, "whole");
     let mut victim =

@@ -1,5 +1,4 @@
-//! What a run says and shows: its closing words, its lines, the draft that its directory stands for,
-//! and what trackers find.
+//! What a run reports: its summary, its lines, its directory's draft, and the trackers' files.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +8,7 @@ use serde_json::Value;
 
 use crate::world::{World, sorted_checkpoints};
 
-/// Two epochs of eight rows or so in few steps.
+/// Two epochs of about eight rows in few steps.
 const SHORT: [&str; 4] = ["--max-steps", "7", "--log-every", "5"];
 
 fn steps(lines: &[Value]) -> Vec<u64> {
@@ -59,7 +58,7 @@ fn lines_have_time_and_totals_that_outlive_a_restart() {
         assert!(found.is_sorted() && found[0] > 0.0 && found[0] < found[6], "{key}: {found:?}");
     }
     assert!(numbers("time")[0] > began.as_secs_f64());
-    // the data's own counts: every sample once an epoch
+    // the data's own counts: every sample once per epoch
     let all: Vec<u64> = (0..24).map(|sample| 12 + sample % 9).collect();
     let epoch = lines.iter().rev().find(|line| line["epoch"] == 1.0).expect("an epoch ends");
     assert_eq!(
@@ -108,10 +107,10 @@ fn a_run_s_directory_is_a_draft() {
         let evaluated = world.eval(&path)["draft"].as_str().unwrap().to_owned();
         assert!(evaluated.ends_with(expected.as_str()), "{evaluated}");
     }
-    // what engines do with a path
+    // loads it like an engine
     let (device, kind) = (tch::Device::Cpu, tch::Kind::Float);
     dflash_draft::Draft::load(&out, device, kind).unwrap();
-    // Two names of one draft begin alike.
+    // Two names of one draft give the same start.
     let start = |save: &str, draft: &Path| {
         let draft = draft.to_str().unwrap();
         let run = world.train(save, &["--from-pretrained", draft, "--max-steps", "1"]);
@@ -203,7 +202,7 @@ fn a_validation_set_of_its_own_takes_nothing_from_the_data() {
     let losses = |save: &str| crate::losses(&world.path(save));
     assert_eq!(losses("own"), losses("plain"), "all of the data is trained on");
     assert_eq!(world.lines("own", "validation.jsonl").len(), 3);
-    // Another set measures something else, which is said, and trains the same.
+    // Another set measures something else, which is reported, and trains the same.
     let other = rows(3);
     let changed = [&own[..5], &["--validation-data", &other, "--resume"]].concat();
     let resumed = world.train("own", &changed);
@@ -262,7 +261,7 @@ fn trackers_get_every_line_and_the_run_s_name() {
     }
 }
 
-/// What `text` any file below `dir` holds.
+/// Files below `dir` that contain `text`.
 fn files_with(dir: &Path, text: &str) -> Vec<std::path::PathBuf> {
     let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     entries
@@ -294,7 +293,7 @@ fn no_file_of_a_run_holds_an_endpoint_s_password() {
     }
 }
 
-/// MLflow's own client finds the run, where Python has it.
+/// MLflow's own client finds the run, if it is installed.
 fn read_by_mlflow(experiment: &Path) {
     let reader =
         concat!(env!("CARGO_MANIFEST_DIR"), "/../../train/dflash-run/tests/trackers/mlflow_run.py");

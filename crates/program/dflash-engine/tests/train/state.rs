@@ -1,5 +1,4 @@
-//! What moves the parameters and what of it is kept: optimizers, averaged weights, split state,
-//! kinds of computation.
+//! Training state: optimizers, averaged weights, split state, computation types.
 
 use std::path::Path;
 
@@ -9,7 +8,7 @@ use tch::Tensor;
 use super::assert_same_losses;
 use super::world::{World, losses, sorted_checkpoints};
 
-/// Muon with everything that has state or a group of its own.
+/// Muon with every kind of state and parameter group.
 const MUON: [&str; 8] = [
     "--optimizer",
     "muon",
@@ -21,20 +20,20 @@ const MUON: [&str; 8] = [
     "0.001",
 ];
 
-/// What the run says on standard error.
+/// Runs a training that must succeed; returns its stderr.
 fn succeed(world: &World, name: &str, arguments: &[&str]) -> String {
     let run = world.train(name, arguments);
     assert!(run.success(), "{name}: {}", run.stderr);
     run.stderr
 }
 
-/// Millions of float32 numbers of state on each rank, as a run announces them.
+/// Millions of float32 numbers of state per rank, as announced by a run.
 fn announced(stderr: &str) -> f64 {
     let before = stderr.split(" M float32 numbers of state").next().unwrap();
     before.split_whitespace().last().unwrap().parse().unwrap()
 }
 
-/// What a run `from` would have left behind if it had been killed after its checkpoint `last`.
+/// Recreates in `to` what run `from` would have left if killed after checkpoint `last`.
 fn cut_short(world: &World, from: &str, to: &str, last: &str) {
     copy_dir(&world.path(from), &world.path(to));
     for name in sorted_checkpoints(&world.path(to)).iter().filter(|name| name.as_str() > last) {
@@ -109,7 +108,7 @@ fn validation_measures_the_averaged_weights_split_or_not() {
     assert!((split - averaged).abs() <= 1e-5 * averaged, "{split} and {averaged}");
 }
 
-/// Two ranks that split the state train as two that do not, and what they save goes on elsewhere.
+/// Two ranks that split the state train like two that do not; their checkpoint resumes anywhere.
 fn check_split(world: &World, more: &[&str], state: &[&str]) {
     let two = [more, &["--nproc", "2", "--gradient-accumulation-steps", "2"]].concat();
     let two = [&two[..], &["--epochs", "4", "--save-every", "3"]].concat();

@@ -1,4 +1,4 @@
-//! A temporary directory with a target, a dataset and stored hidden states, and runs in it.
+//! A temporary directory with a target, a dataset and stored hidden states; runs training in it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -15,15 +15,14 @@ pub(crate) const LAYER_IDS: [u32; 2] = [1, 2];
 const HIDDEN: i64 = 32;
 const VOCABULARY: i64 = 64;
 const SAMPLES: u64 = 24;
-/// Pad, eos and mask of the tokenizer, above the tokens of the data.
+/// Pad, eos and mask tokens of the tokenizer, above the data's tokens.
 const SPECIAL: [(&str, i64); 3] = [("<pad>", 60), ("<eos>", 61), ("<|mask|>", 63)];
 
-/// The directory; gone when dropped.
+/// The directory; deleted when dropped.
 pub(crate) struct World {
     dir: tempfile::TempDir,
 }
 
-/// A finished run.
 pub(crate) struct Run {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
@@ -50,29 +49,29 @@ impl World {
         Self::with_mask(|_, t| t >= 3)
     }
 
-    /// A world in which `mask` says of a sample's token whether it is supervised.
+    /// A world in which `mask` (sample, token) decides whether a token is supervised.
     pub(crate) fn with_mask(mask: fn(u64, u64) -> bool) -> Self {
         Self::of_width(HIDDEN, mask)
     }
 
-    /// A world whose drafts have 27 million parameters: checkpoints take 380 MB.
+    /// A world whose drafts have 27 million parameters: checkpoints of 380 MB.
     pub(crate) fn large() -> Self {
         Self::of_width(1024, |_, t| t >= 3)
     }
 
-    /// A world whose logits take far more memory than all else: a slot's are 256 KiB.
+    /// A world in which logits dominate memory: 256 KiB per slot.
     pub(crate) fn of_many_tokens() -> Self {
         Self::of(TargetConfig::qwen3(HIDDEN, 2, 1 << 16), |_, t| t >= 3)
     }
 
-    /// A world whose target takes far more memory in a pass than its drafts do: 384 KiB a token.
+    /// A world in which the target's pass dominates memory: 384 KiB per token.
     pub(crate) fn of_wide_layers() -> Self {
         let config = TargetConfig::qwen3(HIDDEN, 2, VOCABULARY);
         let config = config.with_dense(|dense| dense.intermediate_size = 1 << 15);
         Self::of(config, |_, t| t >= 3)
     }
 
-    /// A copy of the target whose checkpoint is in bfloat16; its path.
+    /// Writes a copy of the target in bfloat16; returns its path.
     pub(crate) fn write_bfloat16_target(&self, name: &str) -> String {
         let copy = self.copy_target("target", name);
         let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
@@ -97,17 +96,17 @@ impl World {
         self.dir.path().join(name)
     }
 
-    /// A target that differs from the world's in its weights alone, in the folder `name`.
+    /// Writes a target that differs from the world's only in its weights into the folder `name`.
     pub(crate) fn write_other_target(&self, name: &str) {
         write_target_of(&self.path(name), TargetConfig::qwen3(HIDDEN, 2, VOCABULARY), 2);
     }
 
-    /// A target with more tokens than the world's.
+    /// Writes a target with a larger vocabulary.
     pub(crate) fn write_wider_target(&self, name: &str) {
         write_target_of(&self.path(name), TargetConfig::qwen3(HIDDEN, 2, VOCABULARY + 16), 2);
     }
 
-    /// Copies a target; the copy's path.
+    /// Copies a target; returns the copy's path.
     pub(crate) fn copy_target(&self, name: &str, copy: &str) -> String {
         let copy = self.path(copy);
         std::fs::create_dir(&copy).unwrap();
@@ -118,7 +117,7 @@ impl World {
         copy.to_string_lossy().into_owned()
     }
 
-    /// Flags come after the defaults; a flag given again overrides.
+    /// The defaults followed by `more`; a repeated flag overrides.
     pub(crate) fn arguments(&self, save: &str, more: &[&str]) -> Vec<String> {
         let path = |name: &str| self.path(name).to_string_lossy().into_owned();
         let defaults = [
@@ -137,7 +136,7 @@ impl World {
             ("--log-every", "1".into()),
         ];
         let mut arguments = vec!["train".to_string(), "--no-progress".to_string()];
-        // A target in the process is instead of stored states.
+        // A colocated target replaces stored states.
         let stored = ["--hidden-states-path", "--on-missing"];
         let colocates = more.contains(&"--colocate");
         for (flag, value) in defaults {
@@ -161,7 +160,6 @@ impl World {
         Run::of(&mut self.command(save, more))
     }
 
-    /// The engine with these arguments.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Run {
         self.engine_with(arguments, &[])
     }
@@ -172,7 +170,7 @@ impl World {
         Run::of(command.envs(variables.iter().copied()))
     }
 
-    /// Writes what [`Self::train`] would pass as flags into a run file; its path.
+    /// Writes what [`Self::train`] would pass as flags into a run file; returns its path.
     pub(crate) fn run_file(&self, save: &str, more: &[&str]) -> String {
         let mut arguments = self.arguments(save, more);
         arguments.push("--dump-config".into());
@@ -191,7 +189,7 @@ impl World {
         Run::of(command.env_remove("LD_LIBRARY_PATH").env("LD_LIBRARY_PATH", libtorch()))
     }
 
-    /// The report of `dflash eval` over [`Self::prompts`].
+    /// The report of `dflash eval` on [`Self::prompts`].
     pub(crate) fn eval(&self, draft: &Path) -> serde_json::Value {
         let (prompts, report) = (self.prompts("prompts.jsonl"), self.path("eval.json"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
@@ -202,7 +200,7 @@ impl World {
         serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap()
     }
 
-    /// Interrupts a run once it trains; how long it took to end. It leaves a checkpoint.
+    /// Interrupts a run during training; returns the time it took to end. It leaves a checkpoint.
     pub(crate) fn interrupt(&self, save: &str, more: &[&str]) -> Duration {
         let mut child = self.command(save, more).stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap());
@@ -225,7 +223,7 @@ impl World {
         took
     }
 
-    /// A file of four prompts; its path.
+    /// Writes a file of four prompts; returns its path.
     pub(crate) fn prompts(&self, name: &str) -> String {
         let path = self.path(name);
         let rows: Vec<String> = (0..4)
@@ -239,7 +237,7 @@ impl World {
         path.to_string_lossy().into_owned()
     }
 
-    /// Replaces a sample's stored states by the largest numbers there are, whose norms overflow.
+    /// Replaces a sample's stored states by the largest finite numbers, whose norms overflow.
     pub(crate) fn spoil(&self, sample: u64) {
         let input_ids = input_ids(sample);
         let huge = vec![f32::MAX; input_ids.len() * HIDDEN as usize];
@@ -261,13 +259,12 @@ impl World {
         self.path("states").join(format!("hs_{sample}.safetensors"))
     }
 
-    /// The JSON lines of a file of a run.
     pub(crate) fn lines(&self, save: &str, file: &str) -> Vec<serde_json::Value> {
         let text = std::fs::read_to_string(self.path(save).join(file)).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// Bytes of a checkpoint's trainer state and of its served weights.
+    /// A checkpoint's trainer state and served weights, as bytes.
     pub(crate) fn state(&self, save: &str, checkpoint: &str) -> [Vec<u8>; 2] {
         let dir = self.path(save).join(checkpoint);
         ["trainer/state.safetensors", "model.safetensors"]
@@ -275,7 +272,7 @@ impl World {
     }
 }
 
-/// (step, loss) of every metric line; 0 where there was nothing to learn.
+/// (step, loss) of every metric line; 0 without a supervised slot.
 pub(crate) fn losses(save_path: &Path) -> Vec<(u64, f64)> {
     std::fs::read_to_string(save_path.join("metrics.jsonl"))
         .unwrap()
@@ -294,7 +291,7 @@ pub(crate) fn sorted_checkpoints(save_path: &Path) -> Vec<String> {
     names
 }
 
-/// The real torchrun, where there is one.
+/// The real torchrun, if installed.
 pub(crate) fn torchrun() -> Option<PathBuf> {
     if let Some(given) = std::env::var_os("DFLASH_TORCHRUN") {
         return Some(given.into());
@@ -303,7 +300,7 @@ pub(crate) fn torchrun() -> Option<PathBuf> {
     std::env::split_paths(&path).map(|dir| dir.join("torchrun")).find(|file| file.is_file())
 }
 
-/// The library path of this very process: torchrun must not hand its own torch to the ranks.
+/// The library path of this process: torchrun must not pass its own torch to the ranks.
 fn libtorch() -> std::ffi::OsString {
     std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()
 }
@@ -342,7 +339,7 @@ fn tokenizer_json() -> String {
     .to_string()
 }
 
-/// Counting sequences: something that a draft can learn.
+/// Counting sequences, which a draft can learn.
 fn write_dataset(dir: &Path, mask: fn(u64, u64) -> bool) -> Vec<Sample> {
     let samples: Vec<Sample> = (0..SAMPLES)
         .map(|index| {

@@ -1,16 +1,15 @@
-//! Worlds of one, two and four gloo processes that train the same, and go on from one another's
-//! checkpoints.
+//! Jobs of one, two and four gloo processes train identically and resume each other's checkpoints.
 
 use std::path::Path;
 
 use crate::assert_same_losses;
 use crate::world::{World, losses, sorted_checkpoints};
 
-/// Ranks and micro-batches that make the same global batch of four rows.
+/// Ranks and micro-batches that give the same global batch of four rows.
 const SPLITS: [[&str; 2]; 3] = [["1", "4"], ["2", "2"], ["4", "1"]];
 
 fn flags<'a>([ranks, accumulation]: [&'a str; 2], more: &[&'a str]) -> Vec<&'a str> {
-    // A rank that its peers wait for in vain must fail the test, not hang it.
+    // A rank whose peer never answers must fail the test, not hang it.
     let split = ["--nproc", ranks, "--gradient-accumulation-steps", accumulation];
     [&split[..], &["--collective-timeout", "60"], more].concat()
 }
@@ -27,11 +26,10 @@ fn check_splits(world: &World, more: &[&str]) {
     }
 }
 
-/// Where the run of a checkpoint stood.
 fn position(checkpoint: &Path) -> serde_json::Value {
     let text = std::fs::read_to_string(checkpoint.join("trainer/state.json")).unwrap();
     let mut state: serde_json::Value = serde_json::from_str(&text).unwrap();
-    // other worlds add up in another order
+    // other world sizes sum in another order
     assert!(state["tensors_crc32"].take().is_u64());
     assert!(state["first_loss"].take().is_f64());
     assert!(state["recent_losses"].take().is_array());
@@ -46,7 +44,7 @@ fn equal_global_batches_give_equal_losses() {
 
 #[test]
 fn ranks_without_anchors_hang_nobody() {
-    // Most documents have nothing to learn from, and a row holds one of them.
+    // Most documents have no supervised token, and a row may consist of such documents.
     let world = World::with_mask(|index, t| index % 4 == 0 && t >= 3);
     check_splits(&world, &["--epochs", "2", "--total-seq-len", "20"]);
     assert!(losses(&world.path("4")).iter().any(|(_, loss)| *loss > 0.0));

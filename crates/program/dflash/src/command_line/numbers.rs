@@ -1,5 +1,5 @@
-//! Numbers that a flag's type cannot hold, such as -1 for a count. clap says what is wrong with the
-//! digits; here the flag's own check says what would be right.
+//! Numbers that do not fit a flag's type, such as -1 for a count. clap only rejects the digits;
+//! this adds the range that the setting's own check allows.
 
 use std::ffi::OsString;
 
@@ -9,10 +9,10 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use super::{Refusal, parse_typed, usage_error};
 use crate::cli::definition;
 
-/// The largest numbers of the types that flags have.
+/// Largest values of the flags' integer types.
 const LARGEST: [u64; 3] = [u64::MAX, 65_535, 255];
 
-/// `refusal` of `args` with the flag's range, where it is about a number that is too large or below 0.
+/// Adds the flag's range to `refusal` of `args` if a number is negative or too large.
 pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     let explained = match &refusal {
         Refusal::Usage(error) => with_range(args, error),
@@ -21,7 +21,7 @@ pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     explained.unwrap_or(refusal)
 }
 
-/// What the check says about the nearest number that the type has, said about the one that was given.
+/// Checks the nearest number that fits the type, and rewords the message for the given one.
 fn with_range(args: &[OsString], error: &Error) -> Option<Refusal> {
     if error.kind() != ErrorKind::ValueValidation {
         return None;
@@ -51,14 +51,12 @@ pub(super) fn text(error: &Error, kind: ContextKind) -> Option<&str> {
     }
 }
 
-/// The command's name among `args`.
 pub(super) fn command(args: &[OsString]) -> &str {
     let definition = definition();
     let names = args.iter().filter_map(|arg| arg.to_str());
     names.into_iter().find(|name| definition.find_subcommand(name).is_some()).unwrap_or_default()
 }
 
-/// `args` with `number` in place of `value`.
 fn replaced(args: &[OsString], value: &str, number: u64) -> Vec<OsString> {
     let with = |arg: &OsString| match arg.to_str() {
         Some(text) if text == value => number.to_string().into(),

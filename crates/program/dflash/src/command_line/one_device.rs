@@ -1,5 +1,5 @@
-//! `--pipeline` and `--tensor-parallel-size` of commands that run a target on one device: what is
-//! possible instead.
+//! Explains, for commands that run a target on one device, what to use instead of `--pipeline` and
+//! `--tensor-parallel-size`.
 
 use std::ffi::OsString;
 
@@ -11,7 +11,7 @@ use super::{Refusal, usage_error};
 const PARALLEL_FLAGS: [&str; 3] =
     ["--pipeline", "--pipeline-parallel-size", "--tensor-parallel-size"];
 
-/// `refusal` of `args` with the way that there is, where it is about one of these flags.
+/// Adds the alternative to `refusal` of `args` if it is about one of these flags.
 pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     let Refusal::Usage(error) = &refusal else { return refusal };
     let flag = text(error, ContextKind::InvalidArg).filter(|flag| PARALLEL_FLAGS.contains(flag));

@@ -1,10 +1,10 @@
-//! `dflash cpu-levels`: the levels of the processor's instructions, for scripts that run a program at each.
+//! `dflash cpu-levels`: lists the CPU instruction levels, for scripts that run a program at each.
 
 use std::io::Write;
 
 use dflash_cpu::{CpuLevel, VARIABLE};
 
-/// A line for each, ascending: its name, and the variables that stand for it.
+/// Prints a line per level, in ascending order: its name and the variables that select it.
 pub(crate) fn run() -> anyhow::Result<()> {
     for level in CpuLevel::here() {
         let own = [(VARIABLE, level.name())];

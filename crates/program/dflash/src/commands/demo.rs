@@ -1,8 +1,9 @@
-//! `dflash demo`: the whole line on a made-up corpus. A tiny target is trained, answers the corpus's
-//! questions itself, serves its hidden states, and gets a drafter, which is then measured.
+//! `dflash demo`: runs the whole pipeline on a synthetic corpus. It trains a tiny target,
+//! regenerates the corpus's answers with it, serves its hidden states, trains a drafter and
+//! measures it.
 //!
-//! Every stage is this program again, with the command line that a user would type. A finished stage
-//! is kept, so an interrupted demo goes on where it stopped.
+//! Every stage runs this program with a command line that a user could type. Finished stages are
+//! kept, so an interrupted demo continues where it stopped.
 
 mod stage;
 mod worth;
@@ -20,29 +21,28 @@ use dflash_settings::DemoSettings;
 use stage::{Programs, Running, path_text};
 use worth::{Worth, shown};
 
-/// Of the target's 8 layers; 0 would be the embedding's output.
+/// Layers of the 8-layer target to take states from; 0 would be the embedding's output.
 const LAYERS: [&str; 4] = ["2", "3", "5", "6"];
 const RANKS: &str = "2";
-/// Settings that the figures in docs/proven.md were measured with, and that have had other defaults since.
+/// Settings that the figures in docs/proven.md were measured with; their defaults have changed since.
 const MEASURED_WITH: &str = "--adam-betas 0.9,0.999 --validation-ratio 0";
-/// For a machine that is busy with other things.
+/// Long enough for a busy machine.
 const SERVER_START: Duration = Duration::from_secs(120);
 
-/// How much of everything.
 struct Sizes {
     target: &'static str,
     answers: &'static str,
     training: &'static str,
     new_tokens: &'static str,
-    /// Prompts for the widened target, whose tokens take as long as a real model's.
+    /// Number of prompts for the widened target, which takes as long per token as a real model.
     wide_prompts: &'static str,
-    /// Of its weights, as files have them. The caches of a core are passed by a hundred times; a last level
-    /// that is said to hold more is shared by all of a large machine's cores, and serves two of them no
-    /// faster than memory does.
+    /// Size of the widened target's weights on disk, in MB. This exceeds a core's own caches a
+    /// hundredfold. A last-level cache reported as larger is shared by all cores of a large machine
+    /// and gives two of them no more than memory bandwidth.
     wide_megabytes: u64,
 }
 
-/// A few minutes on two cores.
+/// Takes a few minutes on two cores.
 const WHOLE: Sizes = Sizes {
     target: "--rows 6000 --held-out 64 --steps 150",
     answers: "--limit 2000 --max-new-tokens 128",
@@ -52,7 +52,7 @@ const WHOLE: Sizes = Sizes {
     wide_megabytes: 400,
 };
 
-/// Half a minute on two cores.
+/// Takes half a minute on two cores.
 const QUICK: Sizes = Sizes {
     target: "--rows 60 --held-out 4 --steps 4",
     answers: "--limit 24 --max-new-tokens 32",
@@ -62,7 +62,7 @@ const QUICK: Sizes = Sizes {
     wide_megabytes: 20,
 };
 
-/// Runs the demo; table, path and time go to stdout.
+/// Runs the demo; prints the table, the drafter's path and the time.
 pub(crate) fn run(settings: &DemoSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let dir = &settings.dir;
     if settings.fresh {
@@ -87,7 +87,7 @@ pub(crate) fn run(settings: &DemoSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
     Ok(())
 }
 
-/// Only what a demo wrote is ever removed.
+/// Removes the directory, but only if a demo wrote it.
 fn remove(dir: &Path) -> anyhow::Result<()> {
     let is_ours = dir.join("settings.json").is_file() || dflash_io::is_absent_or_empty(dir)?;
     if !is_ours {
@@ -114,7 +114,7 @@ impl Demo<'_> {
         self.dir.join(name)
     }
 
-    /// A file's name as an argument.
+    /// The path of file `name` as an argument.
     fn arg(&self, name: &str) -> String {
         path_text(&self.file(name))
     }
@@ -124,7 +124,7 @@ impl Demo<'_> {
         say(format!("\n[{number}/6] {text} ({seconds} s so far)"));
     }
 
-    /// Whether an earlier demo has made `name`.
+    /// Whether an earlier demo produced `name`.
     fn kept(&self, name: &str) -> bool {
         let path = self.file(name);
         let kept = path.exists();
@@ -196,7 +196,7 @@ impl Demo<'_> {
         self.programs.start(&line, &more, log.try_clone()?.into(), log.into())
     }
 
-    /// The port that the server tells once it is ready.
+    /// Waits for the port that the server writes when it is ready.
     fn await_port(&self, server: &mut Running) -> anyhow::Result<u16> {
         let (file, log) = (self.file("port"), self.file("server.log"));
         let ready = || fs::read_to_string(&file).ok().filter(|text| text.ends_with('\n'));
@@ -209,7 +209,7 @@ impl Demo<'_> {
         digits.parse().with_context(|| format!("{} holds no port", file.display()))
     }
 
-    /// The table of the target as it is, and the drafter's path.
+    /// The results with the original target, and the drafter's path.
     fn measure(&self) -> anyhow::Result<(String, PathBuf)> {
         self.heading(5, "dflash eval: speculative against plain greedy decoding");
         let drafter = fs::canonicalize(self.file("drafts/latest")).with_context(|| {
@@ -226,7 +226,7 @@ impl Demo<'_> {
         Ok((fs::read_to_string(&table)?, drafter))
     }
 
-    /// What speculation is worth, with weights in a cache and with weights in memory.
+    /// Compares the speed-up with weights that fit in a cache and with weights in memory.
     fn weigh(&self, drafter: &Path) -> anyhow::Result<String> {
         self.heading(6, "dflash eval: the same pair with weights that do not fit in the cache");
         let (wide, json) = (self.file("wide"), self.arg("wide.json"));
@@ -234,8 +234,8 @@ impl Demo<'_> {
         let line = format!("demo-target {} --widen-to {megabytes} --output", self.sizes.target);
         self.programs.run(&line, &[&output])?;
         let (prompts, draft) = (self.arg("prompts.jsonl"), path_text(drafter));
-        // Its weights are other bytes than those that the drafter was trained for, so what is measured on
-        // them is no result of the drafter's: `dflash push` would refuse it.
+        // The widened weights differ from those that the drafter was trained for, so these results
+        // must not be recorded as the drafter's: `dflash push` would refuse it.
         let line = format!(
             "eval --allow-other-target --no-record --max-new-tokens {} --limit {}",
             self.sizes.new_tokens, self.sizes.wide_prompts

@@ -1,4 +1,4 @@
-//! `dflash doctor`: looks at the machine and says what is missing and how to get it.
+//! `dflash doctor`: checks the machine and says what is missing and how to get it.
 
 mod finding;
 mod hub;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use finding::{Finding, Status, show};
 
-/// Runs the command: the findings to stdout; an error where something is missing.
+/// Runs the command and prints the findings; an error if something is missing.
 pub(crate) fn run(settings: &DoctorSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let findings = look(settings, stop);
     if settings.json {

@@ -1,4 +1,4 @@
-//! `dflash prepare`: settings to one library call.
+//! `dflash prepare`: passes the settings to the library.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,7 +7,7 @@ use dflash_io::say;
 use dflash_prepare::{Error, prepare};
 use dflash_settings::PrepareSettings;
 
-/// Runs the command: progress to stderr, the summary to stdout.
+/// Runs the command; shows progress on stderr and prints the summary.
 pub(crate) fn run(settings: &PrepareSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     if settings.target.is_none() {
         say(format!("no --target given: preparing for {}", settings.target()));
@@ -16,7 +16,7 @@ pub(crate) fn run(settings: &PrepareSettings, stop: &Arc<AtomicBool>) -> anyhow:
     Ok(())
 }
 
-/// The key of the setting that an error is about, if it is about one.
+/// The key of the setting that an error concerns, if any.
 pub(crate) fn about(error: &anyhow::Error) -> Option<String> {
     let key = match error.downcast_ref()? {
         Error::Setting(invalid) => invalid.key,

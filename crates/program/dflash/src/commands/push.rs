@@ -1,4 +1,4 @@
-//! `dflash push`: settings to one library call.
+//! `dflash push`: passes the settings to the library.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use dflash_hub::Hub;
 use dflash_push::push;
 use dflash_settings::PushSettings;
 
-/// Runs the command; what would go, or the pages of what went, to stdout.
+/// Runs the command; prints what would be uploaded, or the pages of what was.
 pub(crate) fn run(settings: &PushSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let outcome = push(settings, &Hub::from_env(), stop)?;
     write!(std::io::stdout(), "{outcome}").context("cannot write to standard output")

@@ -1,5 +1,5 @@
-//! `dflash completions` and `dflash man`: what shells and `man` know of the command line, from its
-//! one definition.
+//! `dflash completions` and `dflash man`: shell completions and man pages, generated from the
+//! command line's definition.
 
 use std::fs;
 use std::io;
@@ -29,7 +29,7 @@ pub(crate) fn completions(settings: &CompletionsSettings) -> anyhow::Result<()> 
     shell.try_generate(&definition, &mut io::stdout()).context("cannot write to standard output")
 }
 
-/// Writes the pages; their paths go to standard output.
+/// Writes the pages and prints their paths.
 pub(crate) fn man(settings: &ManSettings) -> anyhow::Result<()> {
     let dir = &settings.dir;
     fs::create_dir_all(dir)
@@ -39,7 +39,7 @@ pub(crate) fn man(settings: &ManSettings) -> anyhow::Result<()> {
     write_page(dir, "dflash", &definition)
 }
 
-/// The page of a command, and those of the commands below it.
+/// Writes the page of a command and of its subcommands.
 fn write_page(dir: &Path, name: &str, command: &clap::Command) -> anyhow::Result<()> {
     let text = page(name, command)?;
     let path = dir.join(format!("{name}.1"));
@@ -79,25 +79,21 @@ fn page(name: &str, command: &clap::Command) -> anyhow::Result<Vec<u8>> {
     Man::new(bare).title(name.to_uppercase()).render(&mut text)?;
     if let Some(examples) = examples {
         let lines = examples.lines().map(|line| line.trim_start_matches("Example: "));
-        section(&mut text, "EXAMPLES", lines.map(|line| (line, "")))?;
+        text.extend(section("EXAMPLES", lines.map(|line| (line, ""))));
     }
-    section(&mut text, "EXIT STATUS", EXIT_STATUS)?;
-    section(&mut text, "ENVIRONMENT", ENVIRONMENT)?;
+    text.extend(section("EXIT STATUS", EXIT_STATUS));
+    text.extend(section("ENVIRONMENT", ENVIRONMENT));
     Ok(text)
 }
 
 /// A section of terms with what they mean.
-fn section<'a>(
-    out: &mut Vec<u8>,
-    title: &str,
-    items: impl IntoIterator<Item = (&'a str, &'a str)>,
-) -> io::Result<()> {
+fn section<'a>(title: &str, items: impl IntoIterator<Item = (&'a str, &'a str)>) -> Vec<u8> {
     let mut page = Roff::new();
     page.control("SH", [title]);
     for (term, meaning) in items {
         page.control("TP", []).text([bold(term)]);
         page.text([roman(meaning)]);
     }
-    // The writer puts definitions for apostrophes at the head of each text; the page has them.
-    page.to_writer(out)
+    // As part of a page: without the definitions that stand at the head of one.
+    page.to_roff().into_bytes()
 }

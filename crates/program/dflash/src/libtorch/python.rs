@@ -4,12 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Importing torch takes seconds; its import specification takes milliseconds.
+/// Importing torch takes seconds; finding its import specification takes milliseconds.
 const SCRIPT: &str = "import importlib.util as u
 s = u.find_spec('torch')
 print(next(iter(s.submodule_search_locations or []), '') if s else '')";
 
-/// The interpreters worth asking, by name of the place: the active environments, then the path.
+/// The interpreters to ask, by name of the place: the active environments, then the path.
 pub(super) fn interpreters(
     directory: impl Fn(&'static str) -> Option<PathBuf>,
 ) -> Vec<(&'static str, PathBuf)> {
@@ -20,9 +20,9 @@ pub(super) fn interpreters(
     found
 }
 
-/// The torch package of the environment that `program` is installed in, as `PREFIX/bin/dflash`. The
-/// interpreter of a virtual environment lies beside it; `pip install --user` and Debian's pip leave
-/// the interpreter elsewhere.
+/// The torch package of the environment that `program` is installed in, as `PREFIX/bin/dflash`. A
+/// virtual environment's interpreter is next to it; with `pip install --user` and Debian's pip the
+/// interpreter is elsewhere.
 pub(super) fn torch_beside(program: &Path) -> Option<PathBuf> {
     let bin = program.parent()?;
     let interpreter = bin.join("python3");
@@ -30,7 +30,7 @@ pub(super) fn torch_beside(program: &Path) -> Option<PathBuf> {
     asked.or_else(|| torch_under(&bin.parent()?.join("lib")))
 }
 
-/// A torch package in `lib/python3*/{site,dist}-packages`; of several Pythons the last by name.
+/// A torch package in `lib/python3*/{site,dist}-packages`; the last Python by name counts.
 fn torch_under(lib: &Path) -> Option<PathBuf> {
     let entries = fs::read_dir(lib).ok()?;
     let pythons = entries.filter_map(|entry| {
@@ -44,7 +44,7 @@ fn torch_under(lib: &Path) -> Option<PathBuf> {
 
 /// The directory of the torch package that `interpreter` would import.
 pub(super) fn torch_of(interpreter: &Path) -> Option<PathBuf> {
-    // -I: neither the current directory nor PYTHONPATH may slip in another `torch`.
+    // -I: keep the current directory and PYTHONPATH from providing another `torch`.
     let output = Command::new(interpreter)
         .args(["-I", "-c", SCRIPT])
         .stdin(Stdio::null())
@@ -67,7 +67,7 @@ mod tests {
         assert_eq!(paths, ["/c/bin/python3", "python3"]);
     }
 
-    /// An interpreter that knows of `torch`.
+    /// Writes a fake interpreter that finds `torch`.
     fn interpreter(path: &Path, torch: &Path) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, format!("#!/bin/sh\necho {}\n", torch.display())).unwrap();
@@ -87,7 +87,7 @@ mod tests {
         fs::create_dir_all(&package).unwrap();
         assert_eq!(torch_beside(&program), Some(package));
         interpreter(&dir.path().join("bin/python3"), Path::new("/site/torch"));
-        // Another test that forks may keep the fresh script busy for a moment.
+        // A test that forks at this moment may keep the new script open for writing.
         let asked = (0..100).any(|_| torch_beside(&program) == Some("/site/torch".into()));
         assert!(asked);
     }
@@ -103,8 +103,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let script = dir.path().join("python3");
         interpreter(&script, Path::new("/site/torch"));
-        // A process that another test forks right now may hold the fresh script open for writing,
-        // and until it ends nobody can execute it.
+        // A test that forks at this moment may keep the new script open for writing, and until that
+        // process exits or execs nobody can execute it.
         let answer = (0..100).find_map(|_| torch_of(&script));
         assert_eq!(answer, Some(PathBuf::from("/site/torch")));
     }

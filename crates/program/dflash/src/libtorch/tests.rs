@@ -1,4 +1,4 @@
-//! Searches over made-up directory trees.
+//! Searches over synthetic directory trees.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A directory that looks like libtorch `version`; with CUDA's libraries beside it on demand.
+/// A directory that looks like libtorch `version`, with CUDA libraries next to it if `cuda`.
 fn libtorch(root: &Path, version: &str, cuda: bool) -> PathBuf {
     let lib = root.join("lib");
     fs::create_dir_all(&lib).unwrap();
@@ -21,7 +21,7 @@ fn libtorch(root: &Path, version: &str, cuda: bool) -> PathBuf {
     root.to_owned()
 }
 
-/// A search that sees nothing but what a test adds.
+/// A search that sees only what a test adds.
 fn blank(dir: &TempDir) -> Search {
     Search { program: dir.path().join("bin/dflash"), ..Search::default() }
 }

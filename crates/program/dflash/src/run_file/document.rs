@@ -1,4 +1,4 @@
-//! The file itself: TOML to keys with their lines.
+//! Parses a run file's TOML into keys with their lines.
 
 use std::path::Path;
 
@@ -9,8 +9,7 @@ use super::{Entry, Place};
 use crate::cli::TABLES;
 use crate::error::Error;
 
-/// Every key of `table` in the run file, in the file's order; the other tables are for other
-/// commands.
+/// All keys of `table` in the run file, in file order; other tables belong to other commands.
 pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::ReadRunFile {
         hint: hint(table, path),
@@ -40,13 +39,13 @@ pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
             (at, name.get_ref().to_string(), Given::Written(json(value.get_ref())))
         }));
     }
-    // Keys come sorted by name; mistakes are better reported from the top.
+    // Keys are sorted by name; errors are better reported from the top.
     entries.sort_by_key(|(at, _, _)| *at);
     let entry = |(at, key, value)| Entry { place: place(at), key, value };
     Ok(entries.into_iter().map(entry).collect())
 }
 
-/// 1-based line of a byte of the text.
+/// 1-based line of a byte offset in the text.
 fn line_of(text: &str, at: usize) -> usize {
     1 + text.as_bytes()[..at.min(text.len())].iter().filter(|&&byte| byte == b'\n').count()
 }

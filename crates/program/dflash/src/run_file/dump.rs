@@ -8,10 +8,10 @@ use super::values_of;
 use crate::cli::{Cli, Command, definition, table_of};
 use crate::error::Error;
 
-/// The run file that gives the settings of `cli`.
+/// The run file for the settings of `cli`.
 ///
-/// Every setting with a value is in it, defaults included, but for those that do not count because
-/// another setting was given instead; what has no value is listed in a comment.
+/// It contains every setting with a value, defaults included, except defaults overridden by a
+/// conflicting setting; a comment lists the settings without a value.
 pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     let definition = definition();
     let mut settled = cli.command.clone();
@@ -48,7 +48,7 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Whether the setting is only a default and another one that excludes it was given.
+/// Whether the setting is only a default and a conflicting one was given.
 fn gives_way(command: &clap::Command, arg: &Arg, values: &Map<String, Value>) -> bool {
     let has_default = !arg.get_default_values().is_empty();
     let given = |other: &Arg| {
@@ -62,8 +62,7 @@ fn gives_way(command: &clap::Command, arg: &Arg, values: &Map<String, Value>) ->
     has_default && command.get_arguments().any(given)
 }
 
-/// Numbers stay as they are, since seeds may exceed the range of TOML's own integers; the reader
-/// takes their digits.
+/// Prints numbers unchanged: seeds may exceed TOML's range, and the reader takes their digits.
 fn toml_of(value: &Value) -> String {
     let entry = |(key, value): (&String, &Value)| {
         format!("{} = {}", toml::Value::from(key.as_str()), toml_of(value))

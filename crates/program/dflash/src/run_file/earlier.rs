@@ -1,4 +1,4 @@
-//! Settings of `dflash train` under the names of earlier releases: flags, `--set` and run files.
+//! Settings of `dflash train` under the names of earlier releases, in flags, `--set` and run files.
 
 use std::ffi::OsString;
 
@@ -11,8 +11,7 @@ use super::value::Given;
 /// The commands that take the settings of a training run.
 const COMMANDS: [&str; 2] = ["train", "plan"];
 
-/// The entries of one source for `table` with the present names. What says a thing under an earlier name
-/// stands at its place.
+/// Gives the entries of one source for `table` their present names, at their places.
 pub(super) fn present(table: &str, mut entries: Vec<Entry>) -> Vec<Entry> {
     if table != "train" {
         return entries;
@@ -20,7 +19,7 @@ pub(super) fn present(table: &str, mut entries: Vec<Entry>) -> Vec<Entry> {
     let mut place = None;
     let present = present_settings(&mut |name| {
         let named = |entry: &Entry| entry.key.replace('-', "_") == name;
-        // Of a key given twice after --set the last counts.
+        // If `--set` repeats a key, the last one counts.
         let entry = entries.remove(entries.iter().rposition(named)?);
         place.get_or_insert(entry.place);
         Some(match entry.value {
@@ -34,7 +33,7 @@ pub(super) fn present(table: &str, mut entries: Vec<Entry>) -> Vec<Entry> {
     entries
 }
 
-/// `args` with the present names of flags.
+/// Renames earlier flags in `args` to the present names.
 pub(crate) fn with_present_names(mut args: Vec<OsString>) -> Vec<OsString> {
     let command = args.iter().skip(1).find(|arg| !arg.to_string_lossy().starts_with('-'));
     if !command.is_some_and(|command| COMMANDS.iter().any(|name| command == name)) {
@@ -56,7 +55,7 @@ pub(crate) fn with_present_names(mut args: Vec<OsString>) -> Vec<OsString> {
     args
 }
 
-/// Joins `--resume` with a mode behind it, which would be taken for a run file.
+/// Joins `--resume` with a following mode, which would otherwise be parsed as a run file.
 fn join_resume(args: &mut Vec<OsString>) {
     let is_mode = |text: &str| text == ResumeMode::AUTO || text.parse::<u64>().is_ok();
     let joined = |pair: &[OsString]| pair[0] == "--resume" && pair[1].to_str().is_some_and(is_mode);
@@ -71,8 +70,8 @@ fn text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// Removes `flag` with its value from `args`, wherever it stands; the last value counts, and `true` is that of
-/// a flag without one.
+/// Removes every occurrence of `flag` and its value from `args` and returns the last value, `true`
+/// for a flag without one.
 fn take_flag(args: &mut Vec<OsString>, flag: &str, takes_value: bool) -> Option<Value> {
     let mut found = None;
     while let Some(at) = args.iter().position(|arg| name_of(arg) == flag) {

@@ -1,4 +1,4 @@
-//! Which source's value of a setting counts.
+//! Chooses between the values that several sources give a setting.
 
 use clap::parser::ValueSource;
 use clap::{Arg, Command};
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// A source of settings; a later one wins.
+/// A source of settings; later ones take precedence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Level {
     File,
@@ -32,7 +32,7 @@ pub(super) struct Setting {
     pub(super) level: Level,
     pub(super) key: String,
     pub(super) value: Value,
-    /// Where it was found, if neither on the command line nor in the environment.
+    /// Where it was found, unless on the command line or in the environment.
     pub(super) place: Option<String>,
 }
 
@@ -43,11 +43,11 @@ impl Setting {
     }
 }
 
-/// One value a key: the highest source's, and of one source the last. What conflicts with a setting
-/// of a higher source goes as well.
+/// Keeps one value per key: that of the highest source, and the last one within a source. A setting
+/// that conflicts with one of a higher source is dropped too.
 ///
 /// # Errors
-/// Two settings of one source that conflict.
+/// Two settings of one source conflict.
 pub(super) fn merge(command: &Command, mut settings: Vec<Setting>) -> Result<Vec<Setting>, Error> {
     settings.reverse();
     settings.sort_by_key(|setting| std::cmp::Reverse(setting.level));
@@ -65,8 +65,7 @@ pub(super) fn merge(command: &Command, mut settings: Vec<Setting>) -> Result<Vec
     Ok(kept)
 }
 
-/// Whether the two exclude each other. A value that is absent, or a flag that is off, conflicts with
-/// nothing.
+/// Whether two settings exclude each other. Absent values and flags that are off do not conflict.
 fn conflict(command: &Command, one: &Setting, other: &Setting) -> bool {
     let names = |one: &str, other: &str| {
         argument(command, one).is_some_and(|arg| {

@@ -1,4 +1,4 @@
-//! TOML's values as those of settings.
+//! Converts TOML values to settings.
 
 use std::any::TypeId;
 
@@ -10,15 +10,15 @@ use toml::de::{DeInteger, DeValue};
 /// A value as the user gave it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Given {
-    /// In a run file.
+    /// From a run file.
     Written(Value),
-    /// After `--set`: what it is depends on the flag.
+    /// From `--set`; its type depends on the flag.
     Typed(String),
 }
 
 impl Given {
-    /// The value after `--set`: lists, quoted strings and booleans as in TOML, all else as after a
-    /// flag.
+    /// Parses the value of a `--set`: lists, quoted strings and booleans as in TOML, anything else
+    /// as a flag's value.
     pub(super) fn of_text(text: &str) -> Self {
         match DeValue::parse(text).map(|value| json(value.get_ref())) {
             Ok(value @ (Value::Array(_) | Value::String(_) | Value::Bool(_))) => {
@@ -29,7 +29,7 @@ impl Given {
     }
 }
 
-/// A value of TOML as JSON, which has no dates: they become null, which TOML does not have.
+/// A TOML value as JSON. Dates, which JSON does not have, become null, which TOML does not have.
 pub(super) fn json(value: &DeValue<'_>) -> Value {
     match value {
         DeValue::Boolean(flag) => Value::Bool(*flag),
@@ -45,7 +45,7 @@ pub(super) fn json(value: &DeValue<'_>) -> Value {
     }
 }
 
-/// TOML's hexadecimal and binary numbers as flags know them.
+/// Converts TOML's hexadecimal and binary integers to decimal, as flags expect.
 fn decimal(integer: &DeInteger<'_>) -> String {
     match u64::from_str_radix(integer.as_str(), integer.radix()) {
         Ok(value) => value.to_string(),
@@ -61,7 +61,7 @@ fn number(text: &str) -> Option<Value> {
         .or_else(|| Number::from_f64(text.parse().ok()?).map(Value::Number))
 }
 
-/// The value that `arg` has for `given`, or what is wrong with it.
+/// The value of `arg` for `given`, or what is wrong with it.
 pub(super) fn convert(arg: &Arg, given: &Given) -> Result<Value, String> {
     match given {
         Given::Written(value) => written(arg, value),
@@ -102,12 +102,12 @@ fn typed(arg: &Arg, text: &str) -> Result<Value, String> {
     }
 }
 
-/// A table written as JSON.
+/// A table written as JSON text.
 fn table(text: &str) -> Result<Value, String> {
     serde_json::from_str(text).map_err(|_| wrong("a string", "a table"))
 }
 
-/// A list written as one text.
+/// A list written as one string.
 fn parts(arg: &Arg, text: &str) -> Value {
     match arg.get_value_delimiter() {
         Some(delimiter) => text.split(delimiter).map(|part| scalar(arg, part)).collect(),
@@ -115,7 +115,7 @@ fn parts(arg: &Arg, text: &str) -> Value {
     }
 }
 
-/// What is not a number stays a text, for the refusal to quote.
+/// What is not a number stays a string, for the error to quote.
 fn scalar(arg: &Arg, text: &str) -> Value {
     let number = if is_number(arg) { number(text) } else { None };
     number.unwrap_or_else(|| text.into())
@@ -146,7 +146,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Why a value of the right kind is refused all the same.
+/// Why a value of the right type is invalid.
 pub(super) fn refusal(arg: &Arg, given: &Given, error: &serde_json::Error) -> String {
     let names: Vec<_> =
         arg.get_possible_values().iter().map(|choice| choice.get_name().to_owned()).collect();
@@ -180,7 +180,7 @@ fn is_resume(arg: &Arg) -> bool {
     arg.get_value_parser().type_id() == TypeId::of::<ResumeMode>()
 }
 
-/// Whether the flag's value is a text that may be a number.
+/// Whether the flag's value is a string that may be a number.
 fn is_number_or_word(arg: &Arg) -> bool {
     is_resume(arg) || arg.get_value_parser().type_id() == TypeId::of::<Warmup>()
 }
@@ -195,7 +195,7 @@ fn is_list(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::Append) || arg.get_value_delimiter().is_some()
 }
 
-/// Whether the flag's values are numbers, by the type that they are parsed to.
+/// Whether the flag's values are numbers, judged by their parsed type.
 fn is_number(arg: &Arg) -> bool {
     let numbers = [
         TypeId::of::<f64>(),

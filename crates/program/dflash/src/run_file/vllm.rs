@@ -1,6 +1,6 @@
-//! Launch lines of `dflash hidden-server` that were written for vLLM: a target without a flag, and
-//! vLLM's own flags behind `--`. What has a counterpart here is taken over, what only tunes vLLM is
-//! passed over with a note, and what would change the result is refused.
+//! Command lines of `dflash hidden-server` that were written for vLLM: a target without a flag, and
+//! vLLM's own flags after `--`. Flags with a counterpart are translated, flags that only tune vLLM
+//! are ignored with a note, and flags that would change the result are refused.
 
 use std::path::{Path, PathBuf};
 
@@ -46,12 +46,12 @@ struct VllmFlags {
     trust_remote_code: bool,
 }
 
-/// Whether an argument without a flag is a run file; if not, it is the target.
+/// Whether a positional argument is a run file; otherwise it is the target.
 pub(super) fn is_run_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "toml")
 }
 
-/// The settings that a line gives without our own flags, the winning ones last.
+/// The settings given without our own flags, in ascending precedence.
 pub(super) fn line(matches: &ArgMatches, notes: &mut Vec<String>) -> Result<Vec<Setting>, Error> {
     let target = matches.get_one::<PathBuf>(RUN_FILE).filter(|path| !is_run_file(path));
     let words = matches.get_many::<String>(VLLM_FLAGS).unwrap_or_default();
@@ -78,7 +78,7 @@ pub(super) fn line(matches: &ArgMatches, notes: &mut Vec<String>) -> Result<Vec<
 }
 
 impl VllmFlags {
-    /// Says what is passed over.
+    /// Notes the flags that are ignored.
     fn note(&self, notes: &mut Vec<String>) {
         if let Some(replicas) = self.data_parallel_size.filter(|&size| size > 1) {
             notes.push(format!(
@@ -93,7 +93,7 @@ impl VllmFlags {
         ];
         let idle = idle.into_iter().filter(|(_, given)| *given);
         notes.extend(idle.map(|(flag, _)| format!("{flag} has no effect here")));
-        // Eager mode and whole, uncached prefills are how this server works anyway.
+        // This server always runs eagerly, with whole, uncached prefills.
         let _ = (self.enforce_eager, self.no_enable_prefix_caching, self.no_enable_chunked_prefill);
     }
 }

@@ -1,5 +1,5 @@
-//! HTTP/1.1 as far as clients of a Hub need it: bodies whole or in chunks, answers of a known length,
-//! and lines that break where a test wants them to.
+//! HTTP/1.1 as far as Hub clients need it: bodies whole or chunked, answers of known length, and
+//! connections that break where a test wants.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -8,18 +8,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// A request, its body read unless the line is to break.
+/// A request, with its body unless the connection is to break.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Request {
     pub(crate) method: String,
-    /// Without the query; `%2F` and its like as they came.
+    /// Without the query; percent-encoding is kept.
     pub(crate) path: String,
     pub(crate) query: String,
     pub(crate) headers: BTreeMap<String, String>,
     pub(crate) body: Vec<u8>,
 }
 
-/// An answer.
 #[derive(Debug, Clone)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -27,21 +26,21 @@ pub(crate) struct Answer {
     pub(crate) body: Vec<u8>,
 }
 
-/// What to do about a request whose head has come.
+/// What to do with a request whose head has arrived.
 pub(crate) enum Next {
-    /// Read the body, and answer.
+    /// Read the body and answer.
     Go,
-    /// Read so many bytes of the body, and break the line.
+    /// Read this many bytes of the body, then break the connection.
     Break(usize),
-    /// Read the body, do what it asks for, and break the line.
+    /// Read the body, execute the request, then break the connection.
     Lose,
-    /// Read nothing, and leave the line open.
+    /// Read nothing and keep the connection open.
     Stall,
-    /// Read the body, and answer this.
+    /// Read the body and send this answer.
     Say(Answer),
 }
 
-/// Who answers.
+/// Answers requests.
 pub(crate) trait Service: Send + Sync + 'static {
     fn begin(&self, request: &Request) -> Next;
     fn answer(&self, request: &Request) -> Answer;
@@ -59,7 +58,7 @@ impl Answer {
 
     fn write(&self, stream: &mut TcpStream, method: &str) -> std::io::Result<()> {
         let mut head = format!("HTTP/1.1 {} x\r\n", self.status);
-        // An answer to HEAD tells the length of what GET would bring.
+        // An answer to HEAD announces the length of the GET answer.
         head.push_str(&format!("content-length: {}\r\n", self.body.len()));
         self.headers
             .iter()
@@ -76,7 +75,7 @@ pub(crate) fn serve(service: Arc<impl Service>) -> String {
     thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let service = Arc::clone(&service);
-            // A client that goes away in the middle is not our concern.
+            // A disconnecting client does not matter.
             thread::spawn(move || _ = converse(&*service, stream));
         }
     });

@@ -1,4 +1,4 @@
-//! What a Hub answers, in its words.
+//! The Hub's answers, in its own words.
 
 use serde_json::{Value, json};
 

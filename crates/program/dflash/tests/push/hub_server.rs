@@ -1,6 +1,7 @@
-//! A Hub on a port of this machine that takes pushes and serves what was pushed: repositories with
-//! commits and branches, large-file storage whole and in parts, collections. Its routes, bodies and
-//! headers are those that `huggingface_hub` sends and reads; that client is run against it.
+//! A Hub on a port of this machine that accepts pushes and serves what was pushed: repositories
+//! with commits and branches, large-file storage whole and in parts, collections. Its routes,
+//! bodies and headers are those that `huggingface_hub` sends and reads; that client is run against
+//! it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -16,11 +17,11 @@ use crate::http::{Answer, Next, Request, Service, serve};
 mod hub_answers;
 use hub_answers::{no_revision, ok, quoted, refused};
 
-/// The user that the right token belongs to, and the token.
+/// The user that the valid token belongs to, and the token.
 pub(crate) const USER: &str = "me";
 pub(crate) const TOKEN: &str = "hf_rightTokenOfTheTest";
 
-/// A file's content, and whether it is in the storage of large files.
+/// A file's contents, and whether it is in large-file storage.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Blob {
     pub(crate) content: Vec<u8>,
@@ -44,7 +45,7 @@ pub(crate) struct Repository {
     refs: BTreeMap<String, usize>,
 }
 
-/// What goes wrong with the next request that begins with these words.
+/// What goes wrong with the next request that starts with these words.
 #[derive(Debug, Clone)]
 pub(crate) struct Mishap {
     pub(crate) request: &'static str,
@@ -54,13 +55,13 @@ pub(crate) struct Mishap {
 
 #[derive(Debug, Clone)]
 pub(crate) enum What {
-    /// The line breaks after so many bytes of the body.
+    /// The connection breaks after this many bytes of the body.
     Break(usize),
-    /// All is done that was asked for, and the line breaks before the answer.
+    /// The request is executed, and the connection breaks before the answer.
     Lose,
-    /// The line goes quiet.
+    /// The connection stalls.
     Stall,
-    /// Nothing is done, and this is the answer.
+    /// Nothing is done, and this answer is sent.
     Status(u16, &'static str),
 }
 
@@ -75,11 +76,10 @@ struct World {
     mishaps: Vec<Mishap>,
     requests: Vec<String>,
     leaks: Vec<String>,
-    /// Larger files go in parts of this size, bytes.
+    /// Larger files are sent in parts of this size, bytes.
     part: Option<usize>,
 }
 
-/// A running Hub.
 #[derive(Clone)]
 pub(crate) struct HubServer {
     pub(crate) endpoint: Arc<Mutex<String>>,
@@ -106,7 +106,7 @@ impl HubServer {
         self.world().mishaps.push(Mishap { request, times, what });
     }
 
-    /// Nothing goes wrong any more.
+    /// Clears all mishaps.
     pub(crate) fn heal(&self) {
         self.world().mishaps.clear();
     }
@@ -128,7 +128,7 @@ impl HubServer {
         std::mem::take(&mut self.world().requests)
     }
 
-    /// Requests that took the token where it has no business.
+    /// Requests that carried the token to places where it does not belong.
     pub(crate) fn leaks(&self) -> Vec<String> {
         self.world().leaks.clone()
     }
@@ -159,7 +159,7 @@ impl Repository {
         named.or_else(|| self.commits.iter().find(|commit| commit.id == revision))
     }
 
-    /// The files of a branch, those of Git apart.
+    /// The files of a branch, without Git's own.
     pub(crate) fn files(&self, branch: &str) -> Tree {
         let mut tree = self.at(branch).map(|commit| commit.tree.clone()).unwrap_or_default();
         tree.remove(".gitattributes");
@@ -170,7 +170,7 @@ impl Repository {
         self.refs.insert(name.to_owned(), 0);
     }
 
-    /// Its pull requests, as the Hub lists them.
+    /// Its pull requests, in the Hub's list format.
     pub(crate) fn proposals(&self) -> Vec<Value> {
         let numbered = self.refs.iter().filter_map(|(name, &at)| {
             let number: usize = name.strip_prefix("refs/pr/")?.parse().ok()?;
@@ -186,7 +186,7 @@ impl Repository {
 }
 
 impl HubServer {
-    /// Gives a model a branch of its first commit.
+    /// Creates a branch of a model at its first commit.
     pub(crate) fn add_branch(&self, name: &str, branch: &str) {
         self.world().repositories.get_mut(name).unwrap().branch(branch);
     }
@@ -277,7 +277,7 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// The storage has another host: what is meant for the Hub alone must not go there.
+    /// The storage has another host, to which the Hub's credentials must not be sent.
     fn elsewhere(&self) -> String {
         self.endpoint.replace("127.0.0.1", "localhost")
     }
@@ -307,7 +307,7 @@ impl Call<'_> {
         let kind = body["type"].as_str().unwrap_or("model");
         let is_taken =
             |kind: &str| world.repositories.contains_key(&format!("{kind}s/{owner}/{name}"));
-        // Stricter than the Hub, where kinds have names of their own: as mirrors are.
+        // Stricter than the Hub, where models and datasets have separate names, but like mirrors.
         if ["model", "dataset"].into_iter().any(is_taken) {
             return refused(409, &format!("You already created this {kind} repo"));
         }
@@ -421,7 +421,7 @@ impl Call<'_> {
     /// A whole object, or one part of it.
     fn store(&self, world: &mut World, oid: &str) -> Answer {
         let content = self.request.body.clone();
-        // As S3 does, which takes no body of unknown length.
+        // As S3, which rejects bodies of unknown length.
         if !self.request.headers.contains_key("content-length") {
             return refused(411, "MissingContentLength");
         }
@@ -568,7 +568,7 @@ impl Call<'_> {
 }
 
 impl Blob {
-    /// Its name in Git, or its SHA-256 where it is large.
+    /// Its Git object id, or its SHA-256 if it is large.
     fn id(&self) -> String {
         if self.large {
             return sha256(&self.content);

@@ -1,4 +1,4 @@
-//! The Hub's official Python client on the same server: it reads what we pushed, and pushes itself.
+//! The Hub's official Python client on the same server: it reads our pushes, and pushes itself.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 use crate::hub_server::TOKEN;
 use crate::world::{REPO, World, digests_below};
 
-/// An interpreter with the client; says so where there is none.
+/// An interpreter with the client; prints a note if there is none.
 fn python() -> Option<String> {
-    // Set up once, however many tests want it.
+    // Set up once, however many tests need it.
     static PYTHON: OnceLock<Result<String, String>> = OnceLock::new();
     match PYTHON.get_or_init(set_up) {
         Ok(python) => Some(python.clone()),
@@ -37,7 +37,7 @@ fn client(python: &str, world: &World, verb: &str, repository: &str, dir: &Path)
     let mut command = Command::new(python);
     command.arg(script).args([verb, repository]).arg(dir);
     command.env("HF_ENDPOINT", world.hub.address()).env("HF_HOME", world.path("client-home"));
-    // Our server has no Xet, as the Hub's mirrors have none.
+    // Our server has no Xet, like the Hub's mirrors.
     command.env("HF_TOKEN", TOKEN).env("HF_HUB_DISABLE_XET", "1");
     command.env_remove("HF_HUB_OFFLINE").output().unwrap()
 }
@@ -85,7 +85,7 @@ fn the_official_client_reads_what_we_push() {
     assert_eq!(fetched["results"], expected);
 }
 
-/// The server is a Hub if its own client can push to it: in one piece and in parts.
+/// The server behaves like a Hub if the official client can push to it: whole and in parts.
 #[test]
 fn the_official_client_pushes_to_the_same_server() {
     let Some(python) = python() else { return };

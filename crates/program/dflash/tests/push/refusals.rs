@@ -1,4 +1,4 @@
-//! What the Hub refuses: one line each, and nothing is published.
+//! What the Hub refuses gives one line each, and nothing is published.
 
 use crate::hub_server::{TOKEN, What};
 use crate::world::{MODEL, REPO, World};
@@ -24,7 +24,7 @@ fn a_token_that_the_hub_does_not_know() {
     world.fails(&named, "token has no valid Hub token");
     world.fails(&format!("{line} --token-file gone"), "cannot read the token in gone");
     check_nothing_published(&world);
-    // A login leaves the token in the Hub's own folder.
+    // A login stores the token in the Hub's own folder.
     std::fs::create_dir(world.path("hf-home")).unwrap();
     std::fs::write(world.path("hf-home/token"), format!("{TOKEN}\n")).unwrap();
     let pushed = world.run_without_token(&line);
@@ -46,7 +46,7 @@ fn an_owner_without_room() {
     let places = ["POST /me/drafter.git", "PUT /storage", "POST /api/models/me/drafter/commit"];
     for place in places {
         for (status, said) in [(413, "Payload Too Large"), (403, limit), (507, "")] {
-            // The storage itself knows no plans, but its own 403 is of the address.
+            // The storage does not know the plan, but its 403 refers to the address.
             if place.starts_with("PUT") && status == 403 {
                 continue;
             }
@@ -86,7 +86,7 @@ fn an_address_where_no_hub_is() {
     };
     at("http://127.0.0.1:9", "the same command continues from here");
     at("nonsense", "HF_ENDPOINT is not a valid address");
-    // A password in the address is used and not shown, even one that ends early for most readers.
+    // A password in the address is used and not shown, even one that most parsers would cut short.
     let failed =
         at("http://user:pass/word@127.0.0.1:9", "cannot push to me/drafter at http://***@");
     assert!(!failed.contains("pass/word") && !failed.contains("word@"), "{failed}");

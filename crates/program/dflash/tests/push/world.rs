@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::hub_server::{HubServer, TOKEN};
 
 pub(crate) const REPO: &str = "me/drafter";
-/// The same, as the server calls it.
+/// The same in the server's notation.
 pub(crate) const MODEL: &str = "models/me/drafter";
 
 pub(crate) struct World {
@@ -17,7 +17,7 @@ pub(crate) struct World {
     dir: tempfile::TempDir,
 }
 
-/// How a push ended.
+/// Result of a push.
 pub(crate) struct Ended {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
@@ -49,12 +49,12 @@ impl World {
         std::fs::write(self.path(name), format!("{document:#}")).unwrap();
     }
 
-    /// The digest of the weights that reports name.
+    /// The digest of the weights, as named in reports.
     pub(crate) fn digest(&self) -> String {
         file_digest(&self.path("run/step-000010/model.safetensors")).unwrap()
     }
 
-    /// A GGUF file with some metadata and 2 MiB of nothing.
+    /// Writes a GGUF file with some metadata and 2 MiB of zeros.
     pub(crate) fn write_gguf(&self, name: &str, architecture: &str, block_size: u32) {
         let string = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
         let mut bytes = [&b"GGUF"[..], &3u32.to_le_bytes(), &[0; 8], &2u64.to_le_bytes()].concat();
@@ -66,7 +66,7 @@ impl World {
         std::fs::write(self.path(name), bytes).unwrap();
     }
 
-    /// `dflash push` with all that it can say, so that the token would be seen if it were said.
+    /// `dflash push` at the highest verbosity, so that a leaked token would show.
     pub(crate) fn command(&self, line: &str) -> Command {
         let mut command = self.bare(line);
         command.env("HF_TOKEN", TOKEN).env("DFLASH_LOG", "trace");
@@ -89,7 +89,7 @@ impl World {
         command
     }
 
-    /// Runs a push that has to succeed.
+    /// Runs a push that must succeed.
     pub(crate) fn push(&self, line: &str) -> Ended {
         let ended = end(&mut self.command(line));
         assert_eq!(ended.code, Some(0), "{line}: {}", ended.stderr);
@@ -100,12 +100,12 @@ impl World {
         end(&mut self.bare(line))
     }
 
-    /// Runs a push that has to fail with one line that holds `words`; returns the line.
+    /// Runs a push that must fail with one line containing `words`; returns the line.
     pub(crate) fn fails(&self, line: &str, words: &str) -> String {
         check_failure(&mut self.command(line), words)
     }
 
-    /// As [`Self::fails`], with a token or an address of its own.
+    /// As [`Self::fails`], with another token or address.
     pub(crate) fn fails_with(&self, line: &str, variables: &[(&str, &str)], words: &str) -> String {
         check_failure(self.bare(line).envs(variables.iter().copied()), words)
     }
@@ -127,7 +127,7 @@ fn check_failure(command: &mut Command, words: &str) -> String {
     fault
 }
 
-/// Runs to the end; the token is in nothing that was said.
+/// Runs to the end; asserts that the token is not in the output.
 fn end(command: &mut Command) -> Ended {
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
@@ -142,7 +142,7 @@ fn end(command: &mut Command) -> Ended {
     ended
 }
 
-/// A file with tensors of so many numbers of two bytes.
+/// A file with two-byte tensors of these sizes.
 fn safetensors(tensors: &[(&str, usize)]) -> Vec<u8> {
     let (mut header, mut end) = (json!({"__metadata__": {"format": "pt"}}), 0);
     for (name, numbers) in tensors {
@@ -190,7 +190,7 @@ fn report(digest: &str) -> Value {
         "lossless": {"responses": 12, "identical": 12, "ties": [], "failures": []}})
 }
 
-/// All files below `dir`, by their paths from there, as the client's cache folder is not.
+/// Digests of all files below `dir` by relative path, without the client's cache folder.
 pub(crate) fn digests_below(dir: &Path) -> Value {
     let mut found = serde_json::Map::new();
     for entry in std::fs::read_dir(dir).unwrap() {

@@ -9,7 +9,7 @@ use dflash_settings::ExportDtype;
 
 use dflash_formats::Result;
 
-/// Our own key: the target that the draft was made for, as JSON. llama.cpp passes over it.
+/// Our own key: the target that the draft was made for, as JSON. llama.cpp ignores it.
 const TARGET: &str = "dflash.made_for";
 
 const MASK: &str = "tokenizer.ggml.mask_token_id";
@@ -17,11 +17,11 @@ const TOKENS: &str = "tokenizer.ggml.tokens";
 const WINDOW: &str = "attention.sliding_window";
 const CAUSAL: &str = "attention.causal";
 
-/// What a draft says only where it is one of another kind.
+/// Keys that are present only in other types of drafters.
 const OTHER_DRAFTERS: [&str; 4] =
     ["conv_kernel_size", "selector_rank", "hyper_connection.count", "sample_from_anchor"];
 
-/// llama.cpp's numbers of the types of files.
+/// llama.cpp's file type numbers.
 fn file_type(dtype: ExportDtype) -> i64 {
     match dtype {
         ExportDtype::F32 => 0,
@@ -62,7 +62,7 @@ pub(super) fn of(
         let slides = config.layers.iter().map(|&layer| layer == LayerKind::Sliding).collect();
         own.push((WINDOW, integer(window as i64)));
         own.push(("attention.sliding_window_pattern", Value::Flags(slides)));
-        // One value for all layers, and not causal where it is missing.
+        // One value for all layers; not causal if the key is absent.
         own.push((CAUSAL, Value::Flag(true)));
     }
     let own = own.into_iter().map(|(key, value)| (format!("{ARCHITECTURE}.{key}"), value));
@@ -78,7 +78,7 @@ pub(super) fn of(
     Ok(general.into_iter().chain(own).chain(vocabulary(config, tokenizer)).collect())
 }
 
-/// Names of the target's tokens, one for each row of its embedding, and which are not text.
+/// Names of the target's tokens, one per embedding row, and their types.
 fn vocabulary(config: &DraftConfig, tokenizer: &ChatTokenizer) -> Vec<(String, Value)> {
     let (mut tokens, mut types) = (Vec::new(), Vec::new());
     for id in 0..config.vocab_size as u32 {
@@ -86,7 +86,7 @@ fn vocabulary(config: &DraftConfig, tokenizer: &ChatTokenizer) -> Vec<(String, V
             Some((name, TokenUse::Text)) => (name, 1),
             Some((name, TokenUse::Special)) => (name, 3),
             Some((name, TokenUse::Added)) => (name, 4),
-            // As llama.cpp's converter names rows that no token uses.
+            // llama.cpp's converter names unused rows this way.
             None => (format!("[PAD{id}]"), 5),
         };
         tokens.push(name);
@@ -104,10 +104,10 @@ fn vocabulary(config: &DraftConfig, tokenizer: &ChatTokenizer) -> Vec<(String, V
     .into()
 }
 
-/// The configuration that the metadata describes. It does not say how deep the target is.
+/// The configuration described by the metadata, which does not include the target's depth.
 ///
 /// # Errors
-/// Another architecture or kind of drafter, a missing key.
+/// Another architecture or type of drafter, a missing key.
 pub(super) fn parse(file: &GgufFile) -> Result<(DraftConfig, Option<TargetIdentity>)> {
     let expected = "only drafts of the architecture dflash can be read";
     let is_ours = |value: &Value| (*value == Value::Text(ARCHITECTURE.into())).then_some(());
@@ -177,7 +177,7 @@ fn own(key: &str) -> String {
     format!("{ARCHITECTURE}.{key}")
 }
 
-/// A size from 1 to `most`. The bounds are beyond any model, and keep products of sizes in 64 bits.
+/// A size from 1 to `most`. The bounds exceed any model and keep products of sizes within 64 bits.
 fn size(file: &GgufFile, key: &str, most: i64) -> Result<i64> {
     let in_range = |value: &Value| match value {
         Value::Integer(number) if (1..=most).contains(number) => Some(*number),

@@ -1,4 +1,4 @@
-//! Tensors of a GGUF file to and from libtorch's, a bounded piece at a time.
+//! Converts tensors between GGUF files and libtorch, in pieces of bounded size.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use tch::{Kind, TchError, Tensor};
 
 use crate::{Error, Result};
 
-/// A tensor of the file to be.
+/// A tensor to be written.
 #[derive(Debug)]
 pub(super) struct Named {
     pub(super) stored: NewTensor,
@@ -36,7 +36,7 @@ pub(crate) fn matrix_type(dtype: ExportDtype) -> TensorType {
     }
 }
 
-/// libtorch's kind, where it has one.
+/// libtorch's type, if it has one.
 fn kind_of(tensor_type: TensorType) -> Option<Kind> {
     match tensor_type {
         TensorType::F32 => Some(Kind::Float),
@@ -47,7 +47,7 @@ fn kind_of(tensor_type: TensorType) -> Option<Kind> {
     }
 }
 
-/// Writes the file `path`, whole or not at all.
+/// Writes the file `path` atomically.
 ///
 /// # Errors
 /// I/O.
@@ -64,7 +64,7 @@ pub(super) fn write(path: &Path, keys: &[(String, Value)], tensors: &[Named]) ->
     Ok(out.finish()?)
 }
 
-/// The bytes of `flat` in `tensor_type`; whole blocks.
+/// The bytes of `flat` in `tensor_type`; its length must be a multiple of the block size.
 fn encode(flat: &Tensor, tensor_type: TensorType) -> std::result::Result<Vec<u8>, TchError> {
     let count = flat.numel();
     let Some(kind) = kind_of(tensor_type) else {
@@ -77,7 +77,7 @@ fn encode(flat: &Tensor, tensor_type: TensorType) -> std::result::Result<Vec<u8>
     Ok(bytes)
 }
 
-/// A block of q8_0: a float16 scale, and each value as a signed byte of it.
+/// A q8_0 block: a float16 scale, and each value as a signed byte.
 fn q8_block(values: &[f32]) -> Vec<u8> {
     let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
     let scale = largest / f32::from(i8::MAX);
@@ -86,7 +86,6 @@ fn q8_block(values: &[f32]) -> Vec<u8> {
     f16::from_f32(scale).to_le_bytes().into_iter().chain(quants).collect()
 }
 
-/// The values of one block of q8_0.
 fn q8_values(block: &[u8]) -> impl Iterator<Item = f32> {
     let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
     block[2..].iter().map(move |&quant| f32::from(quant as i8) * scale)
@@ -100,7 +99,7 @@ fn decode(bytes: &[u8], tensor_type: TensorType, count: i64) -> Result<Tensor> {
     Ok(Tensor::from_slice(&values))
 }
 
-/// Makes sure that `file` has the tensor `name` with shape `expected`, rows first.
+/// Checks that `file` has the tensor `name` with shape `expected`, rows first.
 pub(super) fn check_shape(file: &GgufFile, name: &str, expected: &[i64]) -> Result<()> {
     let found = &file.tensor(name)?.shape;
     if found == expected {
@@ -110,7 +109,8 @@ pub(super) fn check_shape(file: &GgufFile, name: &str, expected: &[i64]) -> Resu
     Err(Error::Shape { path, name: name.into(), found, expected })
 }
 
-/// Copies the tensor `name` of `file`, dequantized, into `destination`, a contiguous view of its shape.
+/// Copies the tensor `name` of `file`, dequantized, to `destination`, a contiguous view of its
+/// shape.
 pub(super) fn read_into(file: &GgufFile, name: &str, destination: &Tensor) -> Result<()> {
     check_shape(file, name, &destination.size())?;
     let stored = file.tensor(name)?;

@@ -1,4 +1,4 @@
-//! Types as ggml defines them, and keys as llama.cpp names them.
+//! ggml's types, and llama.cpp's keys.
 
 use std::path::PathBuf;
 
@@ -106,7 +106,7 @@ fn names_and_keys_are_llama_cpps() {
     for (key, value) in integers {
         assert_eq!(keys[&format!("dflash.{key}")], Value::Integer(value), "{key}");
     }
-    // z-lab's ids count outputs of layers, llama.cpp's what enters them.
+    // z-lab's ids count the outputs of layers, llama.cpp's the inputs.
     assert_eq!(keys["dflash.target_layers"], Value::Integers(vec![2, 3, 5]));
     assert_eq!(keys["dflash.rope.freq_base"], Value::Float(500_000.0));
     assert_eq!(keys["dflash.attention.layer_norm_rms_epsilon"], Value::Float(1e-6));

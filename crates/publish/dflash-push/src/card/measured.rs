@@ -8,6 +8,31 @@ use super::{Card, code, plain};
 use crate::origin::file_name;
 
 impl Card<'_> {
+    /// What the drafter is worth, in a sentence: the first of its results.
+    pub(super) fn worth(&self) -> String {
+        let Some(report) = self.evidence.first() else {
+            return "**Not evaluated**: whether it saves time is not known.".to_owned();
+        };
+        let same = match &report.lossless {
+            Some(all) if all.failures.is_empty() && all.ties.is_empty() => {
+                "; every text is the same"
+            }
+            Some(all) if all.failures.is_empty() => "; every text is the same but for ties",
+            Some(_) => "; **texts differ** from those of plain decoding",
+            None => "",
+        };
+        format!(
+            "**{} times as fast as plain decoding** on {} ({}, {} answers), with {:.2} tokens per \
+             verify step of at most {}{same}.",
+            speed_up(report),
+            plain(&prompts_name(report)),
+            report.mode,
+            report.responses,
+            report.acceptance.acceptance_length,
+            report.block_size
+        )
+    }
+
     pub(super) fn measured(&self) -> String {
         let mut text = "## Measured\n\n".to_owned();
         if self.evidence.is_empty() {
@@ -41,7 +66,7 @@ impl Card<'_> {
 fn row(report: &Evaluation) -> String {
     let (acceptance, speed) = (&report.acceptance, &report.tokens_per_second);
     format!(
-        "| {} | {} | {} | {} | {:.3} | {:.3} | {:.1} | {:.1} | {:.2}x | {} |\n",
+        "| {} | {} | {} | {} | {:.3} | {:.3} | {:.1} | {:.1} | {}x | {} |\n",
         plain(&prompts_name(report)),
         report.mode,
         report.responses,
@@ -50,9 +75,16 @@ fn row(report: &Evaluation) -> String {
         acceptance.acceptance_length_per_response,
         speed.plain,
         speed.speculative,
-        speed.speed_up,
+        speed_up(report),
         identical(report)
     )
+}
+
+/// With its standard error, if that is known.
+fn speed_up(report: &Evaluation) -> String {
+    let speed = &report.tokens_per_second;
+    let error = speed.speed_up_error.map(|error| format!(" \u{b1} {error:.2}"));
+    format!("{:.2}{}", speed.speed_up, error.unwrap_or_default())
 }
 
 fn identical(report: &Evaluation) -> String {

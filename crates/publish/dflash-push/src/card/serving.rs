@@ -9,7 +9,7 @@ use super::{Card, plain};
 /// Placeholder for a target whose name is not known.
 const TARGET: &str = "TARGET";
 
-/// Whether SGLang serves a draft of this shape: it gives out the states between the target's layers.
+/// Whether SGLang serves a draft of this shape: it returns only states between the target's layers.
 fn suits_sglang(shape: &Outline) -> bool {
     let last = |&id: &u32| Some(i64::from(id)) == shape.num_target_layers;
     shape.layout == Layout::ZLab && !shape.target_layer_ids.iter().any(|id| *id == 0 || last(id))
@@ -37,7 +37,7 @@ impl Card<'_> {
         text
     }
 
-    /// What serves a draft with another head than DFlash's: this program alone.
+    /// Commands for a draft with a head other than DFlash's, which only this program serves.
     fn dflash(&self) -> String {
         let target = self.base_model().unwrap_or_else(|| TARGET.to_owned());
         let (repo, kind) = (&self.settings.repo, plain(&self.drafter.shape.head.kind));

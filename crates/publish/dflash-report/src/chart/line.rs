@@ -1,10 +1,9 @@
 //! Lines over a common axis.
 
-use std::ops::Range;
+use std::fmt::Write;
 
-use plotters::prelude::*;
-
-use super::{COLORS, SIZE, figure};
+use super::axis::{Axis, BOTTOM, HEIGHT, LEFT, RIGHT, TOP, capped, number, range};
+use super::{Figure, color, escape};
 
 /// Maximum number of points per line: a screen shows no more, and a page of many lines stays small.
 const POINTS: usize = 800;
@@ -16,6 +15,8 @@ const DOTTED: usize = 30;
 pub struct Chart {
     /// The title above the chart.
     pub title: String,
+    /// Unit of the values; empty if they have none.
+    pub unit: &'static str,
     /// What the horizontal axis counts.
     pub axis: &'static str,
     /// Name and points of each line.
@@ -24,13 +25,17 @@ pub struct Chart {
 
 impl Chart {
     /// A chart over steps, without lines that have no points.
-    pub fn over_steps(title: &str, lines: Vec<(&str, Vec<(f64, f64)>)>) -> Self {
+    pub fn over_steps(
+        title: &str,
+        unit: &'static str,
+        lines: Vec<(&str, Vec<(f64, f64)>)>,
+    ) -> Self {
         let lines = lines
             .into_iter()
             .filter(|(_, points)| !points.is_empty())
             .map(|(name, points)| (name.to_owned(), points))
             .collect();
-        Self { title: title.to_owned(), axis: "step", lines }
+        Self { title: title.to_owned(), unit, axis: "step", lines }
     }
 
     /// A figure with its title and legend; empty if there is no line.
@@ -38,64 +43,119 @@ impl Chart {
         if self.lines.is_empty() {
             return String::new();
         }
-        figure(&self.title, self.lines.iter().map(|(name, _)| name.as_str()), &self.svg())
-    }
-
-    fn svg(&self) -> String {
-        let mut svg = String::new();
-        self.draw(&mut svg).expect("drawing into a string does not fail");
-        svg
-    }
-
-    fn draw(&self, svg: &mut String) -> Result<(), Box<dyn std::error::Error>> {
-        let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
         let points = || self.lines.iter().flat_map(|(_, points)| points.iter());
-        let mut chart = ChartBuilder::on(&root)
-            .margin(10)
-            .x_label_area_size(34)
-            .y_label_area_size(62)
-            .build_cartesian_2d(
-                range(points().map(|point| point.0), false),
-                range(points().map(|point| point.1), true),
-            )?;
-        chart
-            .configure_mesh()
-            .x_desc(self.axis)
-            .x_labels(8)
-            .y_labels(6)
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(RGBColor(225, 225, 225))
-            .x_label_formatter(&|value| number(*value))
-            .y_label_formatter(&|value| number(*value))
-            .draw()?;
-        for ((_, points), color) in self.lines.iter().zip(COLORS.iter().cycle()) {
-            let points = thinned(points);
-            if points.len() <= DOTTED {
-                let dots = points.iter().map(|&point| Circle::new(point, 2, color.filled()));
-                chart.draw_series(dots)?;
+        let across = range(points().map(|point| point.0), false);
+        let counts = points().all(|point| point.0.fract() == 0.0);
+        let across = Axis::across(across, 7, counts);
+        let most = capped(points().map(|point| point.1));
+        let values = points().map(|point| point.1.min(most.unwrap_or(f64::INFINITY)));
+        let up = Axis::up(range(values, true));
+        let lines = self.lines.iter().enumerate();
+        let lines: String =
+            lines.map(|(index, (name, points))| line(index, name, points, &across, &up)).collect();
+        let figure = Figure {
+            title: &self.title,
+            unit: self.unit,
+            names: self.lines.iter().map(|(name, _)| name.as_str()).collect(),
+            legend: "",
+            words: self.words(most),
+            attributes: format!(
+                "class=\"plot\" data-axis=\"{}\" data-left=\"{LEFT}\" data-right=\"{RIGHT}\" \
+                 data-from=\"{}\" data-to=\"{}\"",
+                escape(self.axis),
+                across.values.start,
+                across.values.end
+            ),
+            drawing: format!("{}{lines}{}", grid(&across, &up, self.axis), cursor()),
+        };
+        figure.html()
+    }
+
+    /// The end of each line, and the highest value if it lies above `most`, the top of the plot.
+    fn words(&self, most: Option<f64>) -> String {
+        let ends = self.lines.iter().filter_map(|(name, points)| {
+            let (at, value) = points.last()?;
+            Some((number(*at), format!("{name} {}", number(*value))))
+        });
+        let mut text = String::new();
+        let mut before = None;
+        for (at, end) in ends {
+            if before.as_ref() == Some(&at) {
+                let _ = write!(text, ", {end}");
+            } else {
+                let semicolon = if text.is_empty() { "" } else { "; " };
+                let _ = write!(text, "{semicolon}{} {at}: {end}", self.axis);
             }
-            chart.draw_series(LineSeries::new(points, color.stroke_width(2)))?;
+            before = Some(at);
         }
-        root.present()?;
-        Ok(())
+        if most.is_some() {
+            let values = self.lines.iter().flat_map(|(_, points)| points.iter());
+            let highest = values.map(|point| point.1).fold(f64::NEG_INFINITY, f64::max);
+            let _ = write!(text, "; highest {}, above the plot", number(highest));
+        }
+        text
     }
 }
 
-/// From the least to the greatest value, with a margin above and below; from 0 if that is near.
-fn range(values: impl Iterator<Item = f64>, with_margin: bool) -> Range<f64> {
-    let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
-        (low.min(value), high.max(value))
-    });
-    if low == high {
-        let margin = if low == 0.0 { 1.0 } else { low.abs() / 2.0 };
-        return low - margin..high + margin;
+/// Round numbers of both axes, and the vertical one's lines.
+fn grid(across: &Axis, up: &Axis, name: &str) -> String {
+    let mut text = String::new();
+    for (value, label) in up.ticks() {
+        let (y, x) = (up.at(value), LEFT - 6.0);
+        let _ = write!(
+            text,
+            "<path class=\"grid\" d=\"M{LEFT} {y:.1}H{RIGHT}\"/>\
+             <text x=\"{x}\" y=\"{:.1}\" text-anchor=\"end\">{label}</text>",
+            y + 4.0
+        );
     }
-    if !with_margin {
-        return low..high;
+    for (value, label) in across.ticks() {
+        let _ = write!(
+            text,
+            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{label}</text>",
+            across.at(value),
+            BOTTOM + 16.0
+        );
     }
-    let margin = (high - low) * 0.05;
-    let floor = if low >= 0.0 && low < 0.4 * high { 0.0 } else { low - margin };
-    floor..high + margin
+    let (middle, bottom) = ((LEFT + RIGHT) / 2.0, HEIGHT - 4.0);
+    let _ = write!(
+        text,
+        "<path class=\"axis\" d=\"M{LEFT} {BOTTOM}H{RIGHT}\"/>\
+         <text x=\"{middle}\" y=\"{bottom}\" text-anchor=\"middle\">{}</text>",
+        escape(name)
+    );
+    text
+}
+
+/// The line that follows the pointer.
+fn cursor() -> String {
+    format!("<path class=\"cursor\" d=\"M0 {TOP}V{BOTTOM}\"/>")
+}
+
+fn line(index: usize, name: &str, points: &[(f64, f64)], across: &Axis, up: &Axis) -> String {
+    let points = thinned(points);
+    let places: Vec<(f64, f64)> =
+        points.iter().map(|point| (across.at(point.0), up.at(point.1))).collect();
+    let path: Vec<String> = places.iter().map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
+    let values: Vec<String> = points
+        .iter()
+        .zip(&places)
+        .map(|((at, value), (_, y))| format!("{at},{},{y:.1}", number(*value)))
+        .collect();
+    let dots: String = match points.len() <= DOTTED {
+        true => places
+            .iter()
+            .map(|(x, y)| format!("<circle class=\"dot\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"2.5\"/>"))
+            .collect(),
+        false => String::new(),
+    };
+    format!(
+        "<g class=\"{}\"><path class=\"line\" data-name=\"{}\" data-values=\"{}\" d=\"M{}\"/>{dots}</g>",
+        color(index),
+        escape(name),
+        values.join(" "),
+        path.join("L")
+    )
 }
 
 /// Every n-th point and the last, so that at most about [`POINTS`] remain.
@@ -106,30 +166,9 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     points.iter().enumerate().filter(kept).map(|(_, &point)| point).collect()
 }
 
-/// A number as an axis label.
-pub fn number(value: f64) -> String {
-    match value.abs() {
-        0.0 => "0".to_owned(),
-        1e6.. => format!("{:.4}M", value / 1e6).replace(".0000", ""),
-        1e4.. => format!("{value:.0}"),
-        ..1e-3 => format!("{value:.1e}"),
-        _ => format!("{value:.4}").trim_end_matches('0').trim_end_matches('.').to_owned(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn axes_have_a_margin_and_begin_at_zero_where_that_is_near() {
-        let of = |values: &[f64], margin| range(values.iter().copied(), margin);
-        assert_eq!(of(&[1.0, 9.0], false), 1.0..9.0);
-        assert_eq!(of(&[1.0, 11.0], true), 0.0..11.5);
-        assert_eq!(of(&[90.0, 100.0], true), 89.5..100.5);
-        assert_eq!(of(&[4.0], true), 2.0..6.0);
-        assert_eq!(of(&[0.0, 0.0], true), -1.0..1.0);
-    }
 
     #[test]
     fn long_lines_are_thinned_and_keep_their_end() {
@@ -141,8 +180,18 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_short() {
-        let texts = [0.0, 0.25, 12.0, 6e-4, 123_456.0, 2_500_000.0].map(number);
-        assert_eq!(texts, ["0", "0.25", "12", "6.0e-4", "123456", "2.5000M"]);
+    fn a_chart_says_its_ends_and_carries_its_points() {
+        let lines = vec![("a<b", vec![(1.0, 2.0), (3.0, 4.0)]), ("late", vec![(2.0, 0.5)])];
+        let html = Chart::over_steps("Loss", "nats", lines).html();
+        for text in [
+            "<h3>Loss <span class=\"unit\">nats</span></h3>",
+            "<desc>step 3: a&lt;b 4; step 2: late 0.5</desc>",
+            "data-name=\"a&lt;b\" data-values=\"1,2,",
+            "<li class=\"c2\">late</li>",
+            "role=\"img\" aria-label=\"Loss\"",
+        ] {
+            assert!(html.contains(text), "{text} in\n{html}");
+        }
+        assert_eq!(Chart::over_steps("Loss", "", vec![("a", Vec::new())]).html(), "");
     }
 }

@@ -10,7 +10,6 @@ use super::link::Outbox;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Job {
     pub(crate) prompts: PackedPrompts,
-    /// The requested layer ids.
     pub(crate) layer_ids: Vec<u32>,
 }
 

@@ -130,8 +130,8 @@ impl Link {
     }
 }
 
-/// The tensors of `passing` with their tags: -1 and -2 for the first two, then 2n and 2n + 1 for the keys and
-/// values of layer n.
+/// The tensors of `passing` with their tags: -1 and -2 for the first two, then 2n and 2n + 1 for
+/// the keys and values of layer n.
 fn tagged(passing: &Passing) -> Vec<(i64, Tensor)> {
     let mut tagged = vec![(-1, passing.x_th.contiguous())];
     tagged.extend(passing.prepared.iter().map(|prepared| (-2, prepared.contiguous())));

@@ -14,7 +14,6 @@ pub(crate) struct Sums(Arc<Mutex<State>>);
 
 struct State {
     group: Box<dyn Communicator>,
-    /// The current layer.
     layer: usize,
     /// Sums of this pass so far.
     done: usize,
@@ -38,7 +37,6 @@ impl Sums {
         Self(Arc::new(Mutex::new(State { group, layer: 0, done: 0, plan, seen, failed: None })))
     }
 
-    /// Begins a pass.
     pub(crate) fn begin(&self) {
         let mut state = self.state();
         (state.done, state.layer) = (0, 0);

@@ -1,4 +1,4 @@
-//! A model whose rows are known in advance and which waits when told to, and a server around it.
+//! A test double of the model, with known rows and waits on demand, and a server.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -36,34 +36,34 @@ pub(crate) fn facts() -> ModelFacts {
     }
 }
 
-/// What libtorch's allocators say where there is no memory.
+/// libtorch's out-of-memory messages.
 const CPU_SAYS: &str = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't \
                         allocate memory: you tried to allocate 9 bytes. Error code 12";
 const CUDA_SAYS: &str = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total \
                          capacity of 79.18 GiB of which 9.19 MiB is free.";
 
-/// What a test sees of the model's work, and how it holds it up.
+/// Observes and controls the model's work.
 #[derive(Default)]
 pub(crate) struct Desk {
     door: Door,
-    /// Whether rows come after the batch, as from a GPU, and where they wait.
+    /// Whether rows arrive after the batch, as from a GPU, and where they wait.
     pub(crate) rows_come_later: AtomicBool,
     pub(crate) rows_door: Door,
-    /// Batches whose rows are under way.
+    /// Batches whose rows are pending.
     pub(crate) under_way: AtomicUsize,
-    /// Such batches of as many tokens get no memory beside another; 0 for no limit.
+    /// Such batches with more tokens run out of memory next to another; 0 for no limit.
     pub(crate) fits_beside: AtomicUsize,
-    /// Batches of more tokens panic as libtorch's do that get no memory; 0 for no limit.
+    /// Batches with more tokens panic like libtorch out of memory; 0 for no limit.
     pub(crate) fits: AtomicUsize,
-    /// Whether they say what libtorch's allocator for GPUs says.
+    /// Whether the message is that of libtorch's GPU allocator.
     pub(crate) on_gpu: AtomicBool,
     /// Prompt lengths of every batch begun.
     pub(crate) batches: Mutex<Vec<Vec<i64>>>,
-    /// Layers asked for with every batch.
+    /// Layers requested with every batch.
     pub(crate) layers: Mutex<Vec<Vec<u32>>>,
 }
 
-/// What somebody waits at.
+/// A door to wait at.
 #[derive(Default)]
 pub(crate) struct Door {
     closed: Mutex<bool>,
@@ -87,7 +87,7 @@ impl Door {
 }
 
 impl Desk {
-    /// From now on batches wait.
+    /// Makes batches wait from now on.
     pub(crate) fn close(&self) {
         self.door.close();
     }
@@ -116,18 +116,18 @@ pub(crate) struct Double {
     pub(crate) desk: Arc<Desk>,
 }
 
-/// The value at one place: tells layer, token, position and column, and is exact in bf16.
+/// The value at one position: identifies layer, token, position and column, and is exact in bf16.
 fn value(layer: u32, token: i64, position: usize, column: usize) -> f32 {
     1.0 + layer as f32 * 16.0 + (token as usize * 3 + position * 5 + column) as f32 % 16.0
 }
 
-/// The upper half of a float32 is its bf16, exact for small whole numbers.
+/// The upper half of a float32 is its bf16, exact for small integers.
 fn bf16_bytes(value: f32) -> [u8; 2] {
     let [_, _, low, high] = value.to_le_bytes();
     [low, high]
 }
 
-/// What the server must answer for a prompt.
+/// The expected answer for a prompt.
 pub(crate) fn expected(input_ids: &[i64], layer_ids: &[u32]) -> HiddenStates {
     let layer = |&layer: &u32| -> Bytes {
         let row = |(position, &token): (usize, &i64)| {
@@ -144,7 +144,7 @@ impl Featurizer for Double {
         &self.facts
     }
 
-    /// Fails on batches of several prompts with token 99, and on single ones with token 98.
+    /// Fails on batches of several prompts with token 99, and on single prompts with token 98.
     fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Features, Error> {
         let PackedPrompts { input_ids, document_starts } = prompts;
         let lengths = document_starts.windows(2).map(|ends| ends[1] - ends[0]).collect();
@@ -207,7 +207,7 @@ pub(crate) fn config() -> HiddenServerSettings {
         processor: dflash_settings::ProcessorSettings::default(),
         wire_dtype: Dtype::Bf16,
         max_queue: 16,
-        // Those beyond the queue are told at once, except where a test is about the line.
+        // Requests beyond the queue are refused at once, except in tests about waiting.
         max_wait: 0.0,
         client_timeout: 30.0,
         max_batch_tokens: 100,
@@ -235,12 +235,12 @@ impl Running {
         };
         let thread = Some(thread::spawn(run));
         let address = receiver.recv_timeout(Duration::from_secs(60)).expect("it becomes ready");
-        // A client of its own for each server, so that no connection outlives it.
+        // One client per server, so that no connection outlives it.
         let client = reqwest::Client::builder().no_proxy().tls_certs_only([]).build().unwrap();
         Self { address, desk: Arc::default(), stop, thread, client }
     }
 
-    /// Stops the server and hands back its result and how long that took.
+    /// Stops the server; returns its result and the time that took.
     pub(crate) fn end(mut self) -> (Result<(), Error>, Duration) {
         let began = Instant::now();
         self.stop.store(true, Ordering::SeqCst);

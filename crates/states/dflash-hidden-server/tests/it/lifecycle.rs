@@ -1,4 +1,4 @@
-//! Starting, being ready, stopping.
+//! Start, readiness, stop.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -110,7 +110,7 @@ fn an_idle_server_stops_at_once_even_with_a_client_connected() {
     let address = server.address;
     let (outcome, took) = server.end();
     outcome.unwrap();
-    // Two seconds are for replies under way.
+    // Pending replies have two seconds.
     assert!(took < Duration::from_secs(2), "{took:?}");
     assert!(TcpStream::connect(address).is_err(), "it still listens");
 }

@@ -1,4 +1,4 @@
-//! The server over HTTP: with a model that computes nothing, and with a real, tiny one.
+//! The server over HTTP: with a test double of the model, and with a real, tiny one.
 
 mod double;
 mod lifecycle;

@@ -1,4 +1,4 @@
-//! Clients and batches that ask for too much: what they get, and that the others do not suffer.
+//! Clients and batches that ask for too much: their answers, and that others do not suffer.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,7 +16,7 @@ use crate::double::{LAYERS, Running, config, expected, facts, refusal, states};
 
 /// Long enough for an honest client on a busy machine, short enough for a test.
 const SHORT: f64 = 2.0;
-/// What a request may take beside those that are cut.
+/// Time allowed for a request while others are cut.
 const PROMPT: Duration = Duration::from_secs(20);
 
 fn connect(server: &Running) -> TcpStream {
@@ -25,15 +25,15 @@ fn connect(server: &Running) -> TcpStream {
     stream
 }
 
-/// A connection with the beginning of a request that never goes on.
+/// A connection with the start of a request that never continues.
 fn stuck(server: &Running, text: &str) -> TcpStream {
     let mut stream = connect(server);
-    // The server may have had enough before it has all.
+    // The server may close it before everything is sent.
     let _ = stream.write_all(text.as_bytes());
     stream
 }
 
-/// The first lines of a request whose body is `length` bytes.
+/// The head of a request whose body has `length` bytes.
 fn head(length: usize) -> String {
     format!(
         "POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
@@ -88,7 +88,7 @@ async fn check_halved(on_gpu: bool) {
             assert_eq!(states(answer).await, expected(&vec![index as i64; tokens], &LAYERS));
             continue;
         }
-        // What a client takes as a word on this prompt, not on the server.
+        // Clients read this as a fault of the prompt, not of the server.
         let (status, error) = refusal(answer).await;
         assert_eq!(status, 413);
         assert!(error["message"].as_str().unwrap().contains("a prompt of 31 tokens"), "{error}");
@@ -160,7 +160,7 @@ async fn half_heads_neither_block_nor_stay() {
 #[tokio::test(flavor = "multi_thread")]
 async fn too_many_connections_make_room_for_new_ones() {
     let server = Running::start(HiddenServerSettings { client_timeout: 600.0, ..config() });
-    // More than there may be: 16 in the queue, three times 256 others.
+    // More than allowed: 16 in the queue, three times 256 others.
     let _stuck: Vec<TcpStream> = (0..900).map(|_| stuck(&server, "GET /health")).collect();
     assert_serves(&server).await;
     let deadline = Instant::now() + PROMPT;
@@ -207,7 +207,7 @@ async fn bodies_are_bounded_in_sum() {
     assert_serves(&server).await;
 }
 
-/// Rows of 16 MiB for a token: more than sockets take.
+/// Rows of 16 MiB per token: more than socket buffers hold.
 struct Wide(ModelFacts);
 
 const WIDE: usize = 8 << 20;
@@ -236,11 +236,11 @@ async fn an_unread_reply_keeps_its_slot_until_it_is_cut() {
     let server = wide(&HiddenServerSettings { max_queue: 1, client_timeout: 0.5, ..config() });
     let body = r#"{"input_ids":[1],"layer_ids":[2]}"#;
     let mut unread = stuck(&server, &format!("{}{body}", head(body.len())));
-    // All but the end of the reply has been handed to HTTP at once; the slot stays.
+    // All but the end of the reply has been handed to HTTP at once; the slot stays occupied.
     assert_eq!(unread.peek(&mut [0; 8]).unwrap(), 8);
     server.until("in_use", 1).await;
     assert_eq!(refusal(server.prompt(&[1]).await).await.0, 429);
-    // Half a second, and one for each of 16 MiB.
+    // Half a second, plus one for each 16 MiB.
     server.until("in_use", 0).await;
     assert_eq!(server.health().await["cut"], 1);
     let mut rest = Vec::new();
@@ -252,7 +252,7 @@ async fn an_unread_reply_keeps_its_slot_until_it_is_cut() {
 #[tokio::test(flavor = "multi_thread")]
 async fn everyone_gets_a_turn() {
     const CLIENTS: usize = 32;
-    // So many that a thread that the machine holds up for some milliseconds does not decide.
+    // Enough that a thread delayed for some milliseconds does not decide the outcome.
     const TURNS: usize = 100;
     let server = Running::start(HiddenServerSettings { max_queue: 8, max_wait: 60.0, ..config() });
     let server = Arc::new(server);
@@ -269,7 +269,7 @@ async fn everyone_gets_a_turn() {
         })
     };
     let last = join_all((0..CLIENTS).map(client)).await;
-    // How far the last of all was when one had finished.
+    // Progress of the slowest when the first had finished.
     let last = last.into_iter().map(Result::unwrap).min().unwrap();
     assert!(last >= TURNS / 2, "one client had {last} turns when another had all {TURNS}");
     assert_eq!(server.health().await["put_off"], 0);

@@ -1,4 +1,4 @@
-//! Waiting: how much, in which batches, and what happens to those who leave.
+//! Queueing: limits, batching, and clients that disconnect.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::double::{LAYERS, Running, config, expected, refusal, states};
 
-/// A server whose model has begun a prompt and will not finish it until opened.
+/// A server whose model has started a prompt and will not finish it until opened.
 async fn occupied(max_queue: usize) -> Arc<Running> {
     let server = Running::start(HiddenServerSettings { max_queue, ..config() });
     server.desk.close();
@@ -21,7 +21,7 @@ async fn occupied(max_queue: usize) -> Arc<Running> {
     server
 }
 
-/// A prompt in the background; checks its rows.
+/// Sends a prompt in the background and checks its rows.
 fn send(server: &Arc<Running>, input_ids: Vec<i64>) -> tokio::task::JoinHandle<()> {
     let server = Arc::clone(server);
     tokio::spawn(async move {
@@ -116,7 +116,7 @@ async fn a_client_that_leaves_during_its_batch_harms_nobody() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failing_batch_is_run_in_halves() {
     let server = occupied(16).await;
-    // Token 99 fails in company, token 98 always.
+    // Token 99 fails in a batch, token 98 always.
     let fine = [send(&server, vec![99, 5]), send(&server, vec![6])];
     server.until("waiting", 2).await;
     let failing = {
@@ -162,7 +162,7 @@ async fn the_next_batch_begins_while_rows_come_and_no_more_than_that() {
         }
     }
     server.desk.open();
-    // The second batch is computed while the rows of the first come, and the third is not begun.
+    // The second batch computes while the first one's rows are transferred; the third waits.
     eventually("two batches are under way", || server.desk.under_way.load(Ordering::SeqCst) == 2);
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(server.desk.batches().len(), 2);
@@ -199,10 +199,10 @@ async fn a_batch_that_gets_no_memory_beside_another_runs_again_alone() {
         let tokens = if seed == 1 { 30 } else { 18 };
         assert_eq!(states(answer.await.unwrap()).await, expected(&vec![seed; tokens], &LAYERS));
     }
-    // Not in halves: there was memory once the first was done.
+    // Not halved: there was memory once the first was done.
     assert_eq!(server.desk.batches(), [vec![30], vec![18, 18], vec![18, 18]]);
     assert_eq!(server.health().await["out_of_memory"], 0);
-    // What does not fit alone either is halved.
+    // A batch that does not fit alone either is halved.
     server.desk.fits.store(20, Ordering::SeqCst);
     server.desk.close();
     let first = ask(vec![1; 10]);

@@ -1,4 +1,4 @@
-//! What a request gets: rows for a good one, a reason for a bad one.
+//! Responses to requests: rows for valid ones, a reason for invalid ones.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;

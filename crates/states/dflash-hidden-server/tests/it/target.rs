@@ -42,7 +42,7 @@ fn alone(target: &Target, ids: &[i64], layer: u32) -> Vec<f32> {
     Vec::<f32>::try_from(states[0].flatten(0, -1)).unwrap()
 }
 
-/// One layer of a record as float32. A bf16 is the upper half of one.
+/// One layer of a record as float32. A bf16 is the upper half of a float32.
 fn values(states: &HiddenStates, layer: u32) -> Vec<f32> {
     let bytes = states.layer(layer).unwrap();
     match states.dtype {
@@ -66,7 +66,7 @@ fn assert_close(got: &[f32], expected: &[f32], tolerance: f32) {
 async fn served_rows_are_the_target_s() {
     let dir = tempfile::tempdir().unwrap();
     let target = saved(dir.path());
-    // bf16 keeps 8 bits: half a unit in the last place is 2^-9 of a value.
+    // bf16 keeps 8 bits: half a unit in the last place is a relative 2^-9.
     for (wire, tolerance) in [(Dtype::F32, 1e-5), (Dtype::Bf16, 2f32.powi(-8))] {
         let server = Running::load(config(), loader(dir.path(), settings(wire)));
         let ids = prompt(37, 5);

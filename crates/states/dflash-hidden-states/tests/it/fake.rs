@@ -1,4 +1,4 @@
-//! Servers in this process, each on a thread of its own, and streams that talk to them.
+//! Servers in this process, each on its own thread, and streams that use them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 pub(crate) const HIDDEN: usize = 8;
 pub(crate) const LAYERS: [u32; 2] = [2, 5];
 
-/// A server on a free port of this machine; gone when dropped.
+/// A server on a free port of this machine; stopped when dropped.
 pub(crate) struct Server {
     pub(crate) url: String,
     stop: Option<oneshot::Sender<()>>,
@@ -84,7 +84,7 @@ pub(crate) fn models() -> ModelList {
     ModelList::of(ModelCard::new("tiny".into(), "/models/tiny".into(), 4096, metadata))
 }
 
-/// The states that every server of these tests computes: each value tells layer, token and column.
+/// The states computed by all servers here: each value identifies layer, token and column.
 pub(crate) fn states_of(input_ids: &[i64], layer_ids: &[u32]) -> HiddenStates {
     let layer = |&id: &u32| -> Bytes {
         let value = |token: i64, column: usize| {
@@ -103,13 +103,13 @@ pub(crate) fn list(models: &ModelList) -> Response {
     ([(DIGEST_HEADER, Digest::of(None, [&body]).to_string())], body).into_response()
 }
 
-/// What a good server answers.
+/// A correct server's answer.
 pub(crate) fn good(request: &StatesRequest) -> Response {
     let ids = request.input_ids.as_ref().unwrap();
     arrow(request, &states_of(ids, request.layer_ids.as_ref().unwrap()))
 }
 
-/// A reply to `request` with these states, and the body that it has.
+/// A reply to `request` with these states.
 pub(crate) fn arrow(request: &StatesRequest, states: &HiddenStates) -> Response {
     let body = Bytes::from(encode_stream(states, "tiny").unwrap().concat());
     ([(DIGEST_HEADER, reply_digest(request, &body))], Body::from(body)).into_response()
@@ -126,7 +126,7 @@ pub(crate) fn status(code: u16, message: &str) -> Response {
     (StatusCode::from_u16(code).unwrap(), Json(body)).into_response()
 }
 
-/// A stream's settings for tests: fast to retry, fast to give up.
+/// A stream's settings for tests: short retries and timeouts.
 pub(crate) fn config(endpoints: &[&str]) -> StreamConfig {
     let endpoints = endpoints.iter().map(ToString::to_string).collect();
     let retry = RetryPolicy {
@@ -146,12 +146,11 @@ pub(crate) fn prompt(sample: u64) -> Request {
     Request { sample, input_ids: (0..length).map(|t| sample as i64 + t).collect() }
 }
 
-/// One row per sample.
 pub(crate) fn single_rows(samples: std::ops::Range<u64>) -> Vec<Vec<Request>> {
     samples.map(|sample| vec![prompt(sample)]).collect()
 }
 
-/// A row with nothing but its samples.
+/// A row that consists only of its samples.
 pub(crate) fn wanted(requests: Vec<Request>) -> Result<WantedRow<()>, Error> {
     Ok(WantedRow { row: (), requests })
 }
@@ -168,7 +167,7 @@ pub(crate) fn drain(stream: &mut Stream<(), Error>) -> Vec<Vec<Fetched>> {
     std::iter::from_fn(|| stream.next_row()).map(|row| row.expect("a row").samples).collect()
 }
 
-/// Asserts that `fetched` is what a good server computes for its sample.
+/// Asserts that `fetched` equals a correct server's result for its sample.
 pub(crate) fn assert_right(fetched: &Fetched) {
     let expected = states_of(&prompt(fetched.sample).input_ids, &LAYERS);
     assert_eq!(fetched.states.as_ref(), Some(&expected), "sample {}", fetched.sample);
@@ -185,5 +184,5 @@ pub(crate) fn full_text(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// A place for servers to note what they saw.
+/// Shared list in which servers record what they saw.
 pub(crate) type Notes<T> = Arc<Mutex<Vec<T>>>;

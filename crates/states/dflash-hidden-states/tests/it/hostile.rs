@@ -1,4 +1,4 @@
-//! Servers and networks that are wrong or mean ill: no wrong row, no harm, no endless wait.
+//! Faulty or malicious servers and networks: no wrong row, no harm, no endless wait.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -23,7 +23,7 @@ use crate::fake::{
 
 const SOON: Duration = Duration::from_secs(5);
 
-/// How the first sample fails.
+/// The error for the first sample.
 fn error_of(config: StreamConfig) -> String {
     match start(config, single_rows(0..1)) {
         Err(error) => full_text(&error),
@@ -99,7 +99,7 @@ fn what_servers_say_neither_steers_nor_fills_the_terminal() {
     assert!(error_of(config(&[&server.url])).len() < 700);
 }
 
-/// A server that is always full and names this pause.
+/// A server that is always full and asks for this pause.
 fn full(after: &'static str) -> (Server, Arc<AtomicUsize>) {
     own_server(async move |_, _| {
         let mut full = status(429, "full");
@@ -139,7 +139,7 @@ fn a_sample_refused_once_is_not_lost() {
     assert_eq!((stream.counters().rejected, requests.load(Ordering::SeqCst)), (0, 4));
 }
 
-/// What the HTTP library answers to a request whose head was garbled on its way: no word.
+/// The HTTP library's answer to a request with a garbled head: no body.
 fn bare() -> axum::response::Response {
     axum::http::StatusCode::BAD_REQUEST.into_response()
 }
@@ -155,7 +155,7 @@ fn a_bare_400_is_asked_again_before_the_sample_counts_as_refused() {
     let counters = stream.counters();
     assert_eq!((counters.rejected, counters.damaged), (0, 4));
     assert_eq!(requests.load(Ordering::SeqCst), 5);
-    // One that never gets anything else is left out in the end.
+    // A server that never succeeds is dropped eventually.
     let (server, requests) = own_server(async |_, request: StatesRequest| {
         if request.input_ids.as_ref().unwrap() == &prompt(0).input_ids {
             bare()
@@ -170,7 +170,7 @@ fn a_bare_400_is_asked_again_before_the_sample_counts_as_refused() {
     assert_eq!(requests.load(Ordering::SeqCst), 9);
 }
 
-/// A server that after some samples lists `second`, and refuses prompts or answers them.
+/// A server that after some samples lists `second`, and refuses or answers prompts.
 fn replaced(second: fn() -> dflash_hidden_states::ModelList, refuses: bool) -> Server {
     let served = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&served);
@@ -270,7 +270,7 @@ fn passwords_are_sent_but_not_told() {
     assert!(text.contains("http://***@127.0.0.1") && !text.contains("secret"), "{text}");
 }
 
-/// Passes bytes on, one bit of some pieces turned.
+/// Forwards bytes, flipping one bit in some pieces.
 fn pass(mut from: TcpStream, mut to: TcpStream, mut random: ChaCha8Rng, one_in: u32) {
     let mut piece = vec![0; 1 << 16];
     while let Ok(length @ 1..) = from.read(&mut piece) {
@@ -284,7 +284,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, mut random: ChaCha8Rng, one_in: 
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
-/// A way to `server` on which about every `one_in`th message loses a bit, in both directions.
+/// A proxy to `server` that flips a bit in about every `one_in`th message, in both directions.
 fn bad_wire(server: &Server, one_in: u32, random: ChaCha8Rng) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -322,7 +322,7 @@ fn a_wire_that_turns_bits_costs_time_and_no_sample() {
     config.retry.startup = Duration::from_secs(60);
     config.retry.deadline = Duration::from_secs(120);
     config.retry.request_timeout = Duration::from_millis(500);
-    // A bit in a status makes a refusal of any reply; three in a row are too likely here.
+    // A flipped bit in a status makes any reply a refusal; three in a row are too likely here.
     config.retry.doubts = 20;
     config.retry.refusals = 20;
     let mut stream = start(config, single_rows(0..1000)).unwrap();

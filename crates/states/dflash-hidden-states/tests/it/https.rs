@@ -1,4 +1,4 @@
-//! Endpoints over https, with the certificate of an authority that the user names.
+//! Endpoints over https, with the certificate of an authority given by the user.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::fake::{
     Server, assert_right, config, drain, full_text, good, own_server, single_rows, start,
 };
 
-/// The endpoint, for the test that runs in a process of its own.
+/// The endpoint, for the test that runs in its own process.
 const ENDPOINT: &str = "DFLASH_TEST_HTTPS_ENDPOINT";
 
 fn file(name: &str) -> String {
     format!("{}/tests/it/tls/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Speaks TLS in front of `server`, as a gateway does; its URL. Ends with the process.
+/// Terminates TLS in front of `server`, like a gateway; returns its URL. Ends with the process.
 fn gateway(server: &Server) -> String {
     let certificates = CertificateDer::pem_file_iter(file("cert.pem")).unwrap();
     let certificates = certificates.collect::<Result<Vec<_>, _>>().unwrap();
@@ -51,7 +51,7 @@ fn gateway(server: &Server) -> String {
     url
 }
 
-/// What the test below says in a process that trusts the authorities of `authorities`.
+/// Output of the test below in a process that trusts `authorities`.
 fn client(url: &str, authorities: &str) -> (bool, String) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "https::samples_from_an_https_endpoint", "--nocapture"]);
@@ -67,12 +67,12 @@ fn https_endpoints_serve_those_who_trust_them() {
     let url = gateway(&server);
     let (succeeded, said) = client(&url, &file("ca.pem"));
     assert!(succeeded && said.contains("1 passed"), "{said}");
-    // The server's own certificate is no authority.
+    // The server's own certificate is not an authority.
     let (succeeded, said) = client(&url, &file("cert.pem"));
     assert!(!succeeded && said.contains("certificate"), "{said}");
 }
 
-/// Run by the test above; the authorities are read once in a process.
+/// Run by the test above, because a process reads the authorities only once.
 #[test]
 fn samples_from_an_https_endpoint() {
     let Ok(endpoint) = std::env::var(ENDPOINT) else { return };

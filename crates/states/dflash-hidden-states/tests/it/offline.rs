@@ -1,4 +1,4 @@
-//! Stored samples: what is read, what is left out, what is written.
+//! Stored samples: what is read, omitted and written.
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -10,7 +10,7 @@ use crate::fake::{
     LAYERS, assert_right, config, drain, good, own_server, prompt, single_rows, start, states_of,
 };
 
-/// A stream over samples 0..6 of which the even ones are stored in `dir`.
+/// A stream over samples 0..6, of which the even ones are stored in `dir`.
 fn half_stored(dir: &Path, endpoints: &[&str], on_missing: OnMissing) -> StreamConfig {
     let files = OfflineFiles::new(dir.into());
     for sample in [0, 2, 4] {
@@ -78,7 +78,7 @@ fn cached_samples_serve_the_next_run_and_other_software() {
         assert_eq!((counters.generated, counters.stored, counters.cached), expected);
     }
     assert_eq!(requests.load(Ordering::SeqCst), 4);
-    // Others expect the last layer, 8, in the last slot.
+    // Other software expects the last layer, 8, in the last slot.
     let bytes = std::fs::read(store.join("hs_3.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let ids = prompt(3).input_ids;

@@ -1,4 +1,4 @@
-//! One sample at a time from our own kind of server.
+//! Single samples from our own kind of server.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::fake::{
     single_rows, start, states_of, status,
 };
 
-/// What does not wait for a request, which may take ten seconds, is done within this.
+/// Limit for anything that does not wait for a request, which may take ten seconds.
 const SOON: Duration = Duration::from_secs(5);
 
 /// Runs three samples against a server and checks that all arrive intact.
@@ -100,7 +100,7 @@ fn a_reply_cut_short_is_tried_again() {
             Err(std::io::Error::other("gone")),
         ]);
         match number {
-            // With the length announced, chunked, and with another length announced.
+            // With the announced length, chunked, and with a wrong length.
             0 => {
                 let length = [("content-length", whole.len().to_string())];
                 (digest, length, Body::from_stream(cut)).into_response()
@@ -141,7 +141,7 @@ where
     (error, stream.counters())
 }
 
-/// Changes a good record's rows for the worse, forever.
+/// Corrupts a correct record's rows on every answer.
 fn fails_after(
     change: impl Fn(HiddenStates) -> HiddenStates + Clone + Send + Sync + 'static,
 ) -> String {
@@ -228,7 +228,7 @@ fn a_sample_that_is_not_available_names_its_last_failure() {
     assert!(full_text(&error).contains("503: restarting"));
 }
 
-/// What the start says about a server with this model list.
+/// The preflight's result for a server with this model list.
 fn preflight(
     listing: Router,
     change: impl FnOnce(&mut dflash_hidden_states::StreamConfig),
@@ -291,7 +291,7 @@ fn a_loading_server_is_waited_for() {
     assert!(start(config(&[&server.url]), vec![]).unwrap().next_row().is_none());
 }
 
-/// A server that takes requests and never answers, and how many it has taken.
+/// A server that accepts requests and never answers, and the number it accepted.
 fn hung() -> (Server, Arc<AtomicUsize>) {
     own_server(async |_, _| std::future::pending().await)
 }

@@ -1,4 +1,4 @@
-//! Order, back-pressure and spreading: what the stream promises whatever the servers do.
+//! Order, back-pressure and load balancing: what the stream guarantees whatever the servers do.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ fn random_rows(random: &mut ChaCha8Rng) -> Vec<Vec<Request>> {
         .collect()
 }
 
-/// Most requests at once, as a server saw it.
+/// Maximum number of concurrent requests seen by a server.
 #[derive(Default)]
 struct Gauge {
     now: AtomicUsize,
@@ -89,7 +89,7 @@ fn rows_come_in_order_whatever_the_delays() {
 
 #[test]
 fn no_more_than_the_window_is_fetched_ahead() {
-    // Rows of 4096 bytes in a window of three, in bytes and in tokens.
+    // Rows of 4,096 bytes in a window of three, in bytes and in tokens.
     let tokens = 4096 / (LAYERS.len() * HIDDEN * 2);
     check_window(tokens, (3 * 4096, 0));
     check_window(tokens, (1, 3 * tokens));
@@ -99,7 +99,7 @@ fn check_window(tokens: usize, (window_bytes, window_tokens): (usize, usize)) {
     let row = |sample: u64| vec![Request { sample, input_ids: vec![sample as i64; tokens] }];
     let rows: Vec<_> = (0..12).map(row).collect();
     assert_eq!(bytes_of(&rows[0][0]), 4096);
-    // Rows that the consumer has asked for, and how far beyond them the server was asked.
+    // Number of rows that the consumer requested, and how far ahead the server was asked.
     let asked = Arc::new(AtomicUsize::new(0));
     let ahead = Arc::new(AtomicUsize::new(0));
     let (seen, most) = (Arc::clone(&asked), Arc::clone(&ahead));
@@ -218,7 +218,7 @@ fn the_iterator_is_pulled_no_further_than_needed() {
     assert!(ahead < 20, "{ahead} rows ahead");
 }
 
-/// What a maker of rows may say, besides what a stream says.
+/// Errors of a row source, in addition to a stream's.
 #[derive(Debug, PartialEq)]
 enum Made {
     NoRow(u64),
@@ -236,7 +236,7 @@ fn a_row_that_cannot_be_made_fails_in_its_turn_and_is_not_tried_again() {
     let (server, _) = own_server(async |_, request| good(&request));
     let asked = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&asked);
-    // the fault is gone the next time, but the row is lost: to go on would be to train without it
+    // the fault does not recur, but the row is lost: continuing would train without it
     let rows = (0..20).map(move |sample| match count.fetch_add(1, Ordering::SeqCst) {
         7 => Err(Made::NoRow(sample)),
         _ => Ok(WantedRow { row: sample * 10, requests: vec![prompt(sample)] }),

@@ -1,4 +1,4 @@
-//! A stock vLLM as far as the client sees it: completions that name a file on shared storage.
+//! A simulated stock vLLM: completions that name a file on shared storage.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -22,25 +22,24 @@ use crate::fake::{
     states_of, status,
 };
 
-/// How a vLLM may differ from a good one.
+/// Deviations of a vLLM from a correct one.
 #[derive(Clone)]
 struct Quirks {
-    /// What it says it ran.
+    /// The tokens that it reports having run.
     echo: fn(&[i64]) -> Vec<i64>,
-    /// What it leaves in the file.
+    /// The states that it writes to the file.
     states: fn(&[i64]) -> HiddenStates,
     /// Whether it has a KV connector.
     names_a_file: bool,
-    /// Whether it locks what it writes (`use_synchronization_lock`); without, it writes at once.
+    /// Whether it locks the file (`use_synchronization_lock`); without a lock it writes at once.
     locks: bool,
-    /// Whether the client sees what it writes.
+    /// Whether the client can see the file.
     shares_storage: bool,
-    /// What it makes of the directory and the file it is about to name; the file that it names.
+    /// Given the directory and the file about to be named, returns the file to name instead.
     names: fn(&Path, PathBuf) -> PathBuf,
-    /// How long writing takes.
     writing: Duration,
     refuses: bool,
-    /// Log-probabilities that it reports, if it knows the option: from the last state's first value.
+    /// Log-probabilities reported for the last state's first value, if the option is supported.
     log_probabilities: Option<fn(f32) -> Value>,
 }
 
@@ -113,7 +112,7 @@ fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
         let (quirks, path) = (quirks.clone(), path.to_path_buf());
         std::thread::spawn(move || {
             std::thread::sleep(quirks.writing);
-            // In two steps, so that a reader without the lock finds half a file.
+            // In two steps, so that a reader without the lock finds a partial file.
             let bytes = file_bytes(&ids, &(quirks.states)(&ids));
             fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
             std::thread::sleep(Duration::from_millis(10));
@@ -132,7 +131,7 @@ fn first_of_last_state(ids: &[i64]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes([rows[first], rows[first + 1]])) << 16)
 }
 
-/// What a model reports whose logit of token t is `t * state / 100` times `scale`.
+/// The report of a model whose logit of token t is `t * state / 100` times `scale`.
 fn log_probabilities(state: f32, scale: f32) -> Value {
     let value = |token: i64| token as f32 * state / 100.0 * scale - 40.0;
     let top = [9, 7, 4, 2, 1].map(|token| (format!("token_id:{token}"), json!(value(token))));
@@ -141,7 +140,7 @@ fn log_probabilities(state: f32, scale: f32) -> Value {
     json!({"tokens": ["token_id:9"], "top_logprobs": [top]})
 }
 
-/// Streams of a target that computes its logits as [`log_probabilities`] says, called `name`.
+/// Stream settings for a target called `name` with logits as in [`log_probabilities`].
 fn config_for_target(vllm: &Vllm, name: &str) -> StreamConfig {
     let logits = |state: &[f32], ids: &[i64]| {
         Ok(ids.iter().map(|id| *id as f32 * state[0] / 100.0).collect())
@@ -216,7 +215,7 @@ fn cached_samples_keep_the_last_layer() {
     assert_eq!(&rows.data()[2 * 16..3 * 16], &last.layer(8).unwrap()[..16]);
 }
 
-/// The last cause after which the stream gives up on this server.
+/// The final error with which the stream gives up on this server.
 fn fails_with(quirks: Quirks) -> String {
     let vllm = vllm(quirks);
     let mut stream = start(config_for(&vllm), single_rows(0..20)).unwrap();
@@ -230,7 +229,7 @@ fn other_tokens_or_rows_than_asked_for_are_refused() {
     let fast = Quirks { writing: Duration::ZERO, ..Quirks::default() };
     let text = fails_with(Quirks { echo: |ids| ids[1..].to_vec(), ..fast.clone() });
     assert!(text.contains("8 consecutive samples") && text.contains("other tokens"), "{text}");
-    // What prefix caching does: the rows of the cached part are absent.
+    // Effect of prefix caching: the rows of the cached part are missing.
     let states = |ids: &[i64]| states_of(&ids[1..], &LAYERS);
     let text = fails_with(Quirks { states, ..fast.clone() });
     assert!(text.contains("--no-enable-prefix-caching"), "{text}");
@@ -286,7 +285,7 @@ fn log_probabilities_tell_the_target_from_another_model() {
     let vllm = vllm(Quirks::default());
     let mut stream = start(config_for_target(&vllm, "tiny"), single_rows(0..20)).unwrap();
     drain(&mut stream).iter().flatten().for_each(assert_right);
-    // An alias says nothing; what is computed does.
+    // An alias proves nothing; the computed states do.
     let mut stream = start(config_for_target(&vllm, "Owner/Name"), single_rows(0..4)).unwrap();
     drain(&mut stream).iter().flatten().for_each(assert_right);
     let other = Some((|state| log_probabilities(state, 1.3)) as fn(f32) -> Value);
@@ -313,7 +312,7 @@ fn a_vllm_that_cannot_be_checked_is_used_by_its_name() {
     }
 }
 
-/// A directory beside the storage, with a file that is precious.
+/// A directory next to the storage, with a file that must survive.
 fn precious() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
@@ -321,7 +320,7 @@ fn precious() -> (tempfile::TempDir, PathBuf) {
     (dir, path)
 }
 
-/// What a stream says of a server that only names `path` and writes nothing.
+/// The stream's error for a server that names `path` and writes nothing.
 fn refused(vllm: &Vllm) -> String {
     let mut stream = start(config_for(vllm), single_rows(0..20)).unwrap();
     let error = std::iter::from_fn(|| stream.next_row()).find_map(Result::err).unwrap();
@@ -338,7 +337,7 @@ fn files_outside_of_the_storage_are_neither_read_nor_removed() {
     let server = vllm(Quirks { names: |_, _| OUTSIDE.get().unwrap().clone(), ..quiet.clone() });
     let text = refused(&server);
     assert!(text.contains("model.safetensors") && text.contains("--shared-storage-path"), "{text}");
-    // By a link inside, and by a way out of it.
+    // Via a link inside the storage, and via a path out of it.
     let link = |dir: &Path, path: PathBuf| {
         let _ = std::os::unix::fs::symlink(OUTSIDE.get().unwrap(), dir.join("link.safetensors"));
         drop(path);
@@ -371,13 +370,13 @@ fn what_is_no_file_of_this_prompt_is_left_alone() {
         path
     };
     assert!(refused(&vllm(Quirks { names: lock, ..quiet.clone() })).contains("not a regular file"));
-    // Larger than any memory, and nothing on the disk.
+    // A sparse file larger than any memory.
     let sparse = |_: &Path, path: PathBuf| {
         File::create(&path).unwrap().set_len(1 << 42).unwrap();
         path
     };
     assert!(refused(&vllm(Quirks { names: sparse, ..quiet.clone() })).contains("not removed"));
-    // Another prompt's.
+    // Another prompt's file.
     let other = |dir: &Path, _: PathBuf| {
         let path = dir.join("other.safetensors");
         fs::write(&path, file_bytes(&[1, 2, 3], &states_of(&[1, 2, 3], &LAYERS))).unwrap();

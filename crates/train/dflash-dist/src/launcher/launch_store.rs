@@ -1,4 +1,4 @@
-//! The store where the workers meet, which the launcher of node 0 holds.
+//! The store through which the workers meet, held by the launcher of node 0.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -16,8 +16,7 @@ use crate::rendezvous::{self, store_prefix};
 /// Timeout of a store request.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// After a timeout the store is not asked again for this long: a broken link must not delay every
-/// request.
+/// Pause of requests after a timeout, so that a broken link does not delay every request.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// The store and its address, the same for all attempts.

@@ -34,8 +34,7 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    /// Signs in; refuses a second launcher of the same node, and one whose settings differ from
-    /// node 0's.
+    /// Signs in; refuses a second launcher of a node, and settings that differ from node 0's.
     pub(super) fn join(config: &LaunchConfig, launch: &LaunchStore) -> Result<Self, Error> {
         let LaunchConfig { nnodes, node_rank, join_timeout, .. } = *config;
         let mut store = None;
@@ -77,7 +76,7 @@ impl Nodes {
         self.set(&self.own_key("ready"), "");
         let start = Instant::now();
         loop {
-            // Without an answer node 0, which holds the store, is gone.
+            // No answer means that node 0, which holds the store, is gone.
             let missing = self.missing("ready").unwrap_or_else(|| vec![0]);
             if missing.is_empty() {
                 return Ok(true);
@@ -93,7 +92,7 @@ impl Nodes {
         }
     }
 
-    /// What ended the attempt on another node; checked only now and then.
+    /// The failure that ended the attempt on another node; checked every [`LOOK`].
     pub(super) fn news(&mut self) -> Option<Failure> {
         if self.store.is_none() || self.looked.elapsed() < LOOK {
             return None;
@@ -104,8 +103,7 @@ impl Nodes {
         Some(failure)
     }
 
-    /// Reports what ended the attempt here, and returns what all nodes consider the cause: the
-    /// first report.
+    /// Reports what ended the attempt here; returns the first report, the cause for all nodes.
     pub(super) fn agree(&self, failure: Failure) -> Failure {
         let (claim, key) = (self.key("failing"), self.key("failed"));
         let text = failure.to_report(self.node_rank);

@@ -6,7 +6,7 @@ use super::*;
 use crate::ExitCause;
 use crate::gloo::{BEGAN_KEY, PERMANENT_KEY, lost_peer_key};
 
-/// No one asks these jobs to stop.
+/// Nobody stops these jobs.
 static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
 
 fn config() -> LaunchConfig {
@@ -54,12 +54,12 @@ fn the_cause_is_told_from_its_consequences() {
         let Error::WorkerDied { rank, lost_peer, silent, .. } = error else { panic!("{error}") };
         assert_eq!((rank, lost_peer.as_deref(), &silent[..]), expected, "{deaths:?}");
     };
-    // a signal, whoever ended first
+    // a signal, whichever rank ended first
     check(None, &[death(0, failed), death(1, killed)], (1, None, &[]));
     // not a rank that lost a peer, unless nothing else is known
     check(Some(0), &[death(0, failed), death(1, ExitCause::Code(3))], (1, None, &[]));
     check(Some(0), &[death(0, failed)], (0, Some("barrier failed"), &[1]));
-    // without reports the first to end
+    // without reports, the first to end
     check(None, &[death(2, failed), death(0, failed)], (2, None, &[]));
 }
 

@@ -102,7 +102,7 @@ impl Workers {
         });
         let killed = self.running.iter().map(|worker| worker.rank).collect();
         self.kill();
-        // A process that a worker left behind may hold its streams open.
+        // A process left behind by a worker may hold its streams open.
         let copied = || self.forwarders.iter().all(JoinHandle::is_finished).then_some(());
         until((Instant::now(), LAST_LINES), Duration::from_millis(5), copied);
         killed

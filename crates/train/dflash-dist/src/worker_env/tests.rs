@@ -1,4 +1,4 @@
-//! Environments as tables: from variables to a position or a named error.
+//! Parses environments given as tables: into a position or a named error.
 
 use super::*;
 
@@ -40,7 +40,7 @@ fn variables_give_a_worker_its_place() {
     check(TORCHRUN, "3 of 4, 1 of 2 here, head:1234, job 2, the agent's");
     let four = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=5";
     check(four, "1 of 2, 1 of 2 here, localhost:5, none 0, our own");
-    // Only Python's True means an agent's store.
+    // Only Python's `True` selects the agent's store.
     let one = "0 of 1, 0 of 1 here, nowhere:29500, none 0";
     for (value, store) in [("True", "the agent's"), ("False", "our own"), ("1", "our own")] {
         let pairs = format!("RANK=0 WORLD_SIZE=1 TORCHELASTIC_USE_AGENT_STORE={value}");

@@ -1,4 +1,4 @@
-//! Joining a group and starting one, as far as a single process can: who is missing is named.
+//! Joining and launching a group, as far as a single process can test it: missing ranks are named.
 
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::free_port;
 
 const SHORT: Duration = Duration::from_millis(400);
 
-/// One of `world_size` processes of this machine, which meet at `master_port`.
+/// One of `world_size` processes on this machine that meet at `master_port`.
 fn env(rank: usize, world_size: usize, master_port: u16) -> WorkerEnv {
     WorkerEnv {
         rank,
@@ -102,7 +102,7 @@ fn without_nccl_gpu_tensors_are_staged_unless_it_was_asked_for() {
     assert!(refused.to_string().contains("rank 0: NCCL cannot be used"), "{refused}");
 }
 
-/// Launches something that cannot start, and checks how the refusal begins.
+/// Launches something that cannot start, and checks how the error begins.
 fn check_launch(change: impl FnOnce(&mut LaunchConfig), expected: &str) {
     let mut config = LaunchConfig::new("worker".into(), Vec::new(), 2);
     config.join_timeout = Duration::from_millis(300);

@@ -1,4 +1,4 @@
-//! Groups of processes: what keeps one from coming together, and what real processes do.
+//! Groups of processes: what prevents them from forming, and what real processes do.
 
 mod joining;
 mod nccl;

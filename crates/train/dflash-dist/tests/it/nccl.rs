@@ -1,5 +1,5 @@
-//! The calls to NCCL in real processes, by a library that carries CPU tensors over shared memory: their
-//! order and sizes, what becomes of an error that they return, and of peers that die or hang in them.
+//! NCCL calls in real processes, with a library that carries CPU tensors over shared memory: their
+//! order and sizes, and the handling of errors and of peers that die or hang in them.
 
 use std::process::{Child, Command};
 use std::time::Instant;
@@ -9,19 +9,19 @@ use dflash_test_support::HostNccl;
 use crate::free_port;
 use crate::processes::{Outcome, PROMISE, START, probe, run, said, start, wait_within};
 
-/// nccl.h's numbers of types.
+/// Type numbers from nccl.h.
 const I64: u32 = 4;
 const F32: u32 = 7;
 const F64: u32 = 8;
 const BF16: u32 = 9;
 
-/// At a call that never comes.
+/// A fault at a call that never happens.
 const NO_FAULT: &str = "0:1000000000:hang";
 
-/// The calls of `dist-probe check` by `size` ranks.
+/// The calls of `dist-probe check` with `size` ranks.
 fn expected_calls(size: usize) -> Vec<String> {
     let sum = |elements: usize, kind: u32| format!("all-reduce {elements} type {kind} op 0");
-    // A first sum, by which the group is tried.
+    // The group's trial sum.
     let mut calls = vec![sum(1024, F32)];
     calls.extend([F32, F64, BF16, I64].map(|kind| sum(5, kind)));
     calls.extend([(); 4].map(|()| sum(3, F32)));
@@ -61,7 +61,7 @@ fn without_such_a_library_the_cpu_has_no_nccl() {
     assert!(outcome.stderr.contains("--backend nccl is not available"), "{}", outcome.stderr);
 }
 
-/// Two ranks that sum until the fault; they must end soon, and say `expected`.
+/// Two ranks sum until the fault; they must exit soon and print `expected`.
 fn check_fault(fault: &str, task: &str, expected: &[&str]) -> HostNccl {
     let nccl = HostNccl::build();
     let begun = Instant::now();
@@ -129,7 +129,7 @@ fn ranks_that_do_not_call_the_same_are_found_out() {
     assert!(nccl.calls(0).iter().any(|call| call.starts_with("MISMATCH")));
 }
 
-/// Ranks without a launcher, which would end them; they sum until the fault.
+/// Ranks without a launcher to terminate them; they sum until the fault.
 fn alone(nccl: &HostNccl, size: usize, fault: &str) -> Vec<Child> {
     let port = free_port().to_string();
     let worker = |rank: usize| {
@@ -141,7 +141,7 @@ fn alone(nccl: &HostNccl, size: usize, fault: &str) -> Vec<Child> {
     (0..size).map(worker).collect()
 }
 
-/// The `victim` dies in the middle of a collective; the others must end soon, by themselves.
+/// The `victim` dies in the middle of a collective; the others must exit soon, by themselves.
 fn check_death(victim: usize) {
     let nccl = HostNccl::build();
     let mut ranks = alone(&nccl, 3, &format!("{victim}:20:kill"));

@@ -1,12 +1,11 @@
-//! Runs collectives between real processes and says what came of it: for the tests of
-//! this crate, and to try a cluster's network before a long job.
+//! Runs collectives between real processes and reports the result: for the tests of this crate, and
+//! to try a cluster's network before a long job.
 //!
-//! `torchrun --no-python --nproc-per-node 2 dist-probe check` compares every collective
-//! with what it must give; `dist-probe bench` times all-reduce. `dist-probe launch N TASK`
-//! starts the task in N processes by our own launcher, `dist-probe nccl TASK` carries CPU tensors over
-//! an NCCL that takes them, `dist-probe node I OF HOST:PORT N
-//! TASK` those of one machine of several; `dist-probe restarts K launch ..` lets either start all
-//! ranks again after a death.
+//! `torchrun --no-python --nproc-per-node 2 dist-probe check` compares every collective with its
+//! expected result; `dist-probe bench` times all-reduce. `dist-probe launch N TASK` starts the task
+//! in N processes with our own launcher, and `dist-probe node I OF HOST:PORT N TASK` those of one
+//! of several machines; `dist-probe nccl TASK` carries CPU tensors over an NCCL that accepts them;
+//! `dist-probe restarts K launch ..` lets the launcher restart all ranks after a death.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -23,7 +22,7 @@ const USAGE: &str = "usage: dist-probe [nccl] check | bench | linger | stall RAN
        | lose RANK CODE|abort|kill | lose-first RANK CODE|abort|kill | refuse RANK | hopeless RANK
        | [restarts K] launch N TASK.. | [restarts K] node I OF HOST:PORT N TASK..";
 
-/// How long a test may wait for a peer.
+/// Timeout for waiting on a peer in tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
@@ -89,7 +88,7 @@ fn number(text: &str) -> usize {
     text.parse().expect(USAGE)
 }
 
-/// Starts workers by our own launcher.
+/// Starts workers with our own launcher.
 fn start(words: &[&str], max_restarts: usize) -> Result<(), Error> {
     let config = match words {
         ["launch", nproc, task @ ..] => config(nproc, task),
@@ -110,7 +109,7 @@ fn launched(config: LaunchConfig) -> Result<(), Error> {
     Ok(())
 }
 
-/// Every collective against what it must give, exactly.
+/// Compares every collective exactly with its expected result.
 fn check(group: &dyn Communicator) -> Result<(), Error> {
     check_sums(group)?;
     check_copies(group)?;
@@ -122,8 +121,8 @@ fn check(group: &dyn Communicator) -> Result<(), Error> {
     Ok(())
 }
 
-/// Rank r brings r + 1, r + 2, .. in every type that is summed; small whole numbers are
-/// exact in all of them.
+/// Rank r contributes r + 1, r + 2, .. in every type that can be summed; all represent small
+/// integers exactly.
 fn check_sums(group: &dyn Communicator) -> Result<(), Error> {
     let (rank, size) = (to_i64(group.rank()), to_i64(group.world_size()));
     let sum_of_ranks = size * (size - 1) / 2;
@@ -167,7 +166,7 @@ fn check_bytes(group: &dyn Communicator) -> Result<(), Error> {
     Ok(())
 }
 
-/// Sums of numbers that round must be the same bytes everywhere, or ranks drift apart.
+/// Sums that round must have the same bytes on every rank, or ranks drift apart.
 fn check_agreement(group: &dyn Communicator) -> Result<(), Error> {
     tch::manual_seed(to_i64(group.rank()));
     let mut tensor = Tensor::randn([100_003], (Kind::Float, Device::Cpu));
@@ -196,7 +195,7 @@ fn bench(group: &dyn Communicator) -> Result<(), Error> {
     Ok(())
 }
 
-/// Writes the process ids of all ranks, then stays until killed.
+/// Writes the process ids of all ranks, then waits to be killed.
 fn linger(group: &dyn Communicator) -> Result<(), Error> {
     let ids = group.all_gather_bytes(std::process::id().to_string().as_bytes())?;
     if group.rank() == 0 {
@@ -206,7 +205,7 @@ fn linger(group: &dyn Communicator) -> Result<(), Error> {
     linger_alone()
 }
 
-/// One rank does not come to a collective, and a second collective waits behind it.
+/// One rank skips a collective, behind which a second one waits.
 fn stall(rank: &str, backend: Backend) -> Result<(), Error> {
     let group = join(backend, Duration::from_secs(1))?;
     if group.rank() == number(rank) {
@@ -226,12 +225,12 @@ fn sum_on(group: &dyn Communicator) -> Result<(), Error> {
     }
 }
 
-/// Ranks that do not call the same.
+/// Ranks that call different collectives.
 fn differ(group: &dyn Communicator) -> Result<(), Error> {
     group.all_reduce_sum(&mut filled(8 + to_i64(group.rank()), 1))
 }
 
-/// One rank fails in a way that a restart does not mend, and says so.
+/// One rank fails in a way that a restart cannot fix, and announces that.
 fn hopeless(group: &dyn Communicator, rank: &str) -> Result<(), Error> {
     group.announce_work();
     if group.rank() == number(rank) {
@@ -241,14 +240,14 @@ fn hopeless(group: &dyn Communicator, rank: &str) -> Result<(), Error> {
     group.barrier()
 }
 
-/// Stays until killed.
+/// Waits to be killed.
 fn linger_alone() -> ! {
     loop {
         std::thread::sleep(PATIENCE);
     }
 }
 
-/// One rank ends as `how` says while the others wait for it.
+/// One rank exits as `how` says while the others wait for it.
 fn lose(group: &dyn Communicator, rank: &str, how: &str) -> Result<(), Error> {
     group.barrier()?;
     let mut tensor = filled(8, 1);
@@ -270,7 +269,7 @@ fn lose_first(group: &dyn Communicator, rank: &str, how: &str) -> Result<(), Err
     if env.restart_count == 0 { lose(group, rank, how) } else { check(group) }
 }
 
-/// One rank does not like its settings.
+/// One rank rejects its settings.
 fn refuse(group: &dyn Communicator, rank: &str) -> Result<(), Error> {
     if group.rank() == number(rank) {
         let (flag, value) = ("--setting", "wrong".to_owned());

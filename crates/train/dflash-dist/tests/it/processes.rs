@@ -1,5 +1,5 @@
-//! Real processes: groups of one, two and four by our launcher and by hand, torchrun where
-//! it is installed, and what is left after deaths, signals and a killed launcher.
+//! Real processes: groups of one, two and four started by our launcher, by hand and, if installed,
+//! by torchrun, and what remains after deaths, signals and a killed launcher.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use crate::free_port;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_dist-probe");
 
-/// The promise: after a death or a signal all processes are gone within this.
+/// Documented time within which all processes are gone after a death or a signal.
 pub(crate) const PROMISE: Duration = Duration::from_secs(5);
 
-/// For processes to start and meet on a busy machine.
+/// Long enough for processes to start and connect on a busy machine.
 pub(crate) const START: Duration = Duration::from_secs(60);
 
 pub(crate) struct Outcome {
@@ -54,14 +54,14 @@ fn send(signal: &str, id: u32) {
     assert!(status.success());
 }
 
-/// Whether the process runs; one that only waits to be collected does not.
+/// Whether the process runs; zombies do not count.
 fn is_running(id: u32) -> bool {
     let Ok(status) = std::fs::read_to_string(format!("/proc/{id}/stat")) else { return false };
     let (_, rest) = status.rsplit_once(')').unwrap();
     !rest.trim_start().starts_with(['Z', 'X'])
 }
 
-/// Local addresses, as the kernel writes them, of the sockets on which the process listens.
+/// Local addresses, in the kernel's notation, of the process's listening sockets.
 fn listening(id: u32) -> Vec<String> {
     let descriptors = std::fs::read_dir(format!("/proc/{id}/fd")).unwrap();
     let links = descriptors.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
@@ -99,7 +99,7 @@ pub(crate) fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
     }
 }
 
-/// What the launcher wrote on standard error, once it has ended.
+/// The launcher's standard error, once it has exited.
 pub(crate) fn said(launcher: &mut Child) -> String {
     let mut text = String::new();
     launcher.stderr.take().unwrap().read_to_string(&mut text).unwrap();
@@ -208,7 +208,7 @@ fn works(torchrun: &Path) -> bool {
     output.is_ok_and(|output| output.status.success())
 }
 
-/// One rank ends; the launcher must say which and how, and be done soon.
+/// One rank dies; the launcher must report which one and how, and exit soon.
 fn check_lost(nproc: usize, task: &str, expected: &[&str]) {
     let mut launcher = start(&mut probe(&format!("launch {nproc} lose {task}")));
     await_line(&mut launcher, "about to end");
@@ -220,7 +220,7 @@ fn check_lost(nproc: usize, task: &str, expected: &[&str]) {
     }
 }
 
-/// Reads standard error up to a line, byte by byte, to leave the rest to others.
+/// Reads standard error up to a line, byte by byte, leaving the rest to others.
 fn await_line(launcher: &mut Child, expected: &str) {
     let pipe = launcher.stderr.as_mut().unwrap();
     let mut seen = Vec::new();
@@ -294,14 +294,14 @@ fn launchers_of_two_nodes_make_one_group() {
     }
 }
 
-/// Launchers of two nodes that start `task` with restarts; their exit codes and what they said.
+/// Runs launchers of two nodes with `task` and restarts; returns their exit codes and stderr.
 fn two_nodes(restarts: usize, task: &str) -> [(Option<i32>, String); 2] {
     let endpoint = format!("127.0.0.1:{}", free_port());
     let mut nodes = [0, 1].map(|node| {
         start(&mut probe(&format!("restarts {restarts} node {node} 2 {endpoint} 2 {task}")))
     });
     nodes.each_mut().map(|launcher| {
-        // Standard error is read to its end first: a full pipe would hold the launcher up.
+        // Read stderr to its end first: a full pipe would block the launcher.
         let said = said(launcher);
         (wait_within(START, launcher).code(), said)
     })
@@ -372,7 +372,7 @@ fn nodes_with_other_settings_are_refused() {
     assert!(wait_within(PROMISE, &mut first).success(), "still waiting for its node");
 }
 
-/// The workers have no handler, so that the passed-on signal ends them at once.
+/// The workers have no handler, so the forwarded signal ends them at once.
 fn check_stopped(signal: &str) {
     let (mut launcher, ids) = lingering(2);
     let begin = Instant::now();
@@ -396,7 +396,7 @@ fn termination_stops_all() {
 #[test]
 fn a_worker_that_does_not_listen_is_killed() {
     let (mut launcher, ids) = lingering(2);
-    // A stopped process takes no SIGINT.
+    // A stopped process does not react to SIGINT.
     send("-STOP", ids[1]);
     send("-INT", launcher.id());
     wait_within(PROMISE, &mut launcher);

@@ -1,6 +1,6 @@
-//! What the device reaches in the pieces that a step is made of, each timed by itself: every matrix
-//! product in its own shape, attention's kernels, a copy, the host's part of an operator. `dflash plan
-//! --measured` takes these in place of the shares that it assumes.
+//! Measures the rates that the device reaches in the pieces of a step, each timed separately: every
+//! matmul in its own shape, the attention kernels, a copy, and the host's overhead per operator.
+//! `dflash plan --measured` uses them instead of assumed shares.
 
 use std::time::Instant;
 
@@ -14,54 +14,54 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, machine};
 
-/// Times that each is done, after as many others: the median counts.
+/// Timed repetitions, after as many untimed ones; the median counts.
 const TIMES: usize = 5;
-/// Bytes that are copied, more than any cache holds.
+/// Bytes copied, more than any cache holds.
 const COPIED: i64 = 256 << 20;
-/// Operators of the host's time.
+/// Operators launched to measure the host's overhead.
 const OPERATORS: usize = 1000;
-/// Queries and keys of the attention that is timed: whole tiles, and enough of them for any GPU.
+/// Queries and keys in the timed attention: whole tiles, and enough of them for any GPU.
 const ATTENDED: i64 = 4096;
 
-/// What a device reaches.
+/// Rates that a device reaches.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Measured {
-    /// As the driver names the GPU, or `cpu`.
+    /// The GPU's name as reported by the driver, or `cpu`.
     pub device: String,
-    /// Of the step, those of one kind once.
+    /// The matmuls of a step, identical ones once.
     pub products: Vec<MeasuredProduct>,
-    /// On a GPU whose flash attention takes the draft's heads.
+    /// Only on a GPU whose flash attention supports the draft's head dimension.
     pub flash: Option<MeasuredFlash>,
-    /// Read and written by a copy, GB/s.
+    /// Bandwidth of a copy, reads plus writes, GB/s.
     pub copy_gb_s: f64,
-    /// The host's time to ask for an operator, microseconds.
+    /// The host's overhead per operator, microseconds.
     pub operator_us: f64,
 }
 
-/// A product [rows, inputs] by [inputs, outputs].
+/// A matmul of [rows, inputs] by [inputs, outputs].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MeasuredProduct {
-    /// The part of the step, as `dflash plan` names it.
+    /// The part of the step, named as in `dflash plan`.
     pub part: String,
-    /// The weight, and which of its products.
+    /// The weight, and which of its matmuls: forward or a gradient.
     pub name: String,
     /// Rows of the result.
     pub rows: i64,
-    /// Numbers that each element of the result sums.
+    /// Elements summed for each element of the result.
     pub inputs: i64,
     /// Columns of the result.
     pub outputs: i64,
-    /// Times that a step makes it.
+    /// Number of such matmuls in a step.
     pub count: usize,
     /// Median time, milliseconds.
     pub ms: f64,
-    /// Its arithmetic over that.
+    /// Achieved TFLOP/s.
     pub tflops: f64,
-    /// Of the device's dense peak, where that is known.
+    /// Share of the device's dense peak, if known.
     pub share: Option<f64>,
 }
 
-/// Attention of whole tiles, TFLOP/s.
+/// Attention with full tiles, TFLOP/s.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the names say it")]
 pub struct MeasuredFlash {
@@ -70,17 +70,17 @@ pub struct MeasuredFlash {
 }
 
 impl MeasuredProduct {
-    /// Multiplications and additions.
+    /// Floating-point operations.
     pub(crate) fn flops(&self) -> f64 {
         2.0 * self.rows as f64 * self.inputs as f64 * self.outputs as f64
     }
 }
 
 impl Measured {
-    /// Of a file's text: such an object, or the bench's line that has one under `measured`.
+    /// Parses such an object, or the last JSON line of the bench's output, under `measured`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Why the text contains none.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let line = text.lines().rfind(|line| line.trim_start().starts_with('{'));
         let value = [Some(text), line].into_iter().flatten();
@@ -91,17 +91,17 @@ impl Measured {
     }
 }
 
-/// The rows of a step's products.
+/// Row counts of a step's matmuls.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows {
     pub(super) slots: i64,
     pub(super) context: i64,
     pub(super) supervised: i64,
-    /// Rows of a chunk of logits at most.
+    /// Maximum number of rows in a chunk of logits.
     pub(super) chunk: i64,
 }
 
-/// Times all of them where the draft computes.
+/// Times all of them on the draft's device.
 pub(super) fn measure(
     config: &DraftConfig,
     rows: Rows,
@@ -127,7 +127,7 @@ pub(super) fn measure(
     })
 }
 
-/// The step's products, not yet timed.
+/// The step's matmuls, not yet timed.
 fn products(config: &DraftConfig, rows: Rows) -> Vec<MeasuredProduct> {
     let (h, i, kv) = (config.hidden_size, config.intermediate_size, 2 * config.kv_width());
     let q = config.num_attention_heads * config.head_dim;
@@ -135,9 +135,9 @@ fn products(config: &DraftConfig, rows: Rows) -> Vec<MeasuredProduct> {
     let Rows { slots, context, supervised, chunk } = rows;
     let chunk = supervised.clamp(1, chunk.max(1));
     let chunks = supervised.max(1).unsigned_abs().div_ceil(chunk.unsigned_abs()) as usize;
-    // Rows, inputs and outputs of the forward product, how often, and which of the gradients there are:
-    // auxiliary hidden states need none, the context's projection leads to the fusion's, the output projection
-    // stays as it is.
+    // Part, weight, (rows, inputs, outputs) of the forward matmul, count, and which gradients exist
+    // (of input, of weight). The auxiliary hidden states need no gradient, that of the context's
+    // projection flows into the fusion, and the lm_head is frozen.
     let weights = [
         ("features", "fc", (context, config.aux_layers() * h, h), 1, (false, true)),
         ("projections", "qkv", (slots, h, q + kv), layers, (true, true)),
@@ -179,8 +179,8 @@ const FORWARD: &str = "forward";
 const INPUT: &str = "gradient of its input";
 const WEIGHT: &str = "gradient of the weight";
 
-/// Seconds of the product, in the layouts that a step has: weights lie as [outputs, inputs], and what
-/// sums into a weight's gradient does so in float32.
+/// Seconds of a matmul in the memory layouts of a step: weights are [outputs, inputs], and weight
+/// gradients accumulate in float32.
 fn time_of(product: &MeasuredProduct, (kind, device): (Kind, Device)) -> Result<f64, Error> {
     let MeasuredProduct { rows, inputs, outputs, .. } = *product;
     let random = |size: [i64; 2]| Tensor::randn(size, (kind, device));
@@ -216,7 +216,7 @@ fn seconds(device: Device, mut f: impl FnMut()) -> Result<f64, Error> {
     Ok(super::median(times))
 }
 
-/// Attention of one long rectangle; `None` where no kernel takes it.
+/// Rates of attention over one long sequence; `None` if no flash kernel supports it.
 fn flash(
     config: &DraftConfig,
     (kind, device): (Kind, Device),
@@ -252,14 +252,14 @@ fn flash(
     }))
 }
 
-/// Seconds in which [`COPIED`] bytes are copied.
+/// Seconds for copying [`COPIED`] bytes.
 fn copy(device: Device) -> Result<f64, Error> {
     let from = Tensor::zeros([COPIED], (Kind::Uint8, device));
     let mut to = from.zeros_like();
     seconds(device, || to.copy_(&from))
 }
 
-/// Seconds of the host for an operator that a GPU does in next to no time.
+/// The host's seconds per operator, measured with an operator that costs a GPU almost nothing.
 fn operator(device: Device) -> f64 {
     let mut x = Tensor::zeros([1], (Kind::Float, device));
     super::synchronize(device);
@@ -276,7 +276,7 @@ mod tests {
 
     use super::*;
 
-    /// The products' arithmetic is the row's, but for attention: nothing is left out or counted twice.
+    /// Apart from attention, the matmuls' arithmetic equals the row's exactly.
     #[test]
     fn the_products_are_those_of_a_step() {
         let config = serde_json::json!({
@@ -297,8 +297,8 @@ mod tests {
         };
         let products = products(&config, rows);
         let sum: f64 = products.iter().map(|it| it.count as f64 * it.flops()).sum();
-        // The first layer's slots are embeddings, which need no gradient; it is computed all the same or
-        // left out, and no more than that product tells the two apart.
+        // The first layer's slots are embeddings, which need no gradient; it may be computed
+        // anyway, and the two counts may differ only by that matmul.
         let first = 2.0 * 40.0 * 16.0 * (32.0 + 32.0);
         let useful = work.flops(&config).total();
         assert!(sum - useful == first || sum == useful, "{sum} and {useful}, {first}");

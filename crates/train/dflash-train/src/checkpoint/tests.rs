@@ -1,4 +1,4 @@
-//! What is saved comes back, in little memory, and a disk that is full keeps no rank waiting.
+//! Saved state is restored exactly, with little memory, and a full disk blocks no rank.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -22,19 +22,19 @@ use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
 use crate::world::World;
 
-/// Memory that may be taken beside the tensors.
+/// Memory allowed in addition to the tensors.
 const ROOM_MIB: f64 = 64.0;
 
-/// Set in the process that measures: layers of its draft.
+/// Variable set in the measuring process: number of layers of its draft.
 const LAYERS: &str = "DFLASH_TEST_STATE_LAYERS";
 
-/// With this many layers the state has 1.3 GB, and the time is held against a plain copy's.
+/// With this many layers the state has 1.3 GB, and the time is compared with a plain copy.
 const LARGE: usize = 7;
 
-/// Time to save over the time that a plain copy of the same bytes takes.
+/// Maximum ratio of the time to save to that of a plain copy of the same bytes.
 const SLOWER_THAN_A_COPY: f64 = 1.5;
 
-/// A trainer whose state is noise, on one of several ranks.
+/// A trainer with random state, at `place` (rank, world size).
 fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
     let cpu = |shape: [i64; 2]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
     let hidden = config.hidden_size;
@@ -67,16 +67,16 @@ fn position(step: u64) -> Position {
     serde_json::from_str(&text).unwrap()
 }
 
-/// A figure of /proc/self/status, MiB.
+/// A value from /proc/self/status, MiB.
 fn resident(figure: &str) -> f64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with(figure)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<f64>().unwrap() / 1024.0
 }
 
-/// Runs `work`; MiB that it took at its peak above what was there before.
+/// Runs `work`; returns its peak memory above the starting level, MiB.
 fn peak_of(work: impl FnOnce()) -> f64 {
-    // The kernel forgets the highest mark so far.
+    // Reset the kernel's high-water mark.
     fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = resident("VmRSS:");
     work();
@@ -88,7 +88,7 @@ fn saving_and_resuming_take_little_memory_beside_the_tensors() {
     if let Ok(layers) = std::env::var(LAYERS) {
         return tch::no_grad(|| measure(layers.parse().unwrap()));
     }
-    // Resident memory is a whole process's, so nothing else may run in this one.
+    // Resident memory is per process, so nothing else may run in this one.
     let name = "checkpoint::tests::saving_and_resuming_take_little_memory_beside_the_tensors";
     let mut alone = Command::new(std::env::current_exe().unwrap());
     let output = alone.args([name, "--exact", "--nocapture"]).env(LAYERS, "2").output().unwrap();
@@ -98,7 +98,7 @@ fn saving_and_resuming_take_little_memory_beside_the_tensors() {
 
 fn measure(layers: usize) {
     let dir = tempfile::tempdir().unwrap();
-    // The first time costs the pages of the code as well.
+    // The first run also loads code pages.
     there_and_back(&mut trainer(draft_config(32, 1), (0, 1)), &dir.path().join("small"));
     let mut trainer = trainer(draft_config(1024, layers), (0, 1));
     let [saving, resuming] = there_and_back(&mut trainer, &dir.path().join("large"));
@@ -114,8 +114,8 @@ fn measure(layers: usize) {
     }
 }
 
-/// Saves `trainer`, forgets and restores its state, and makes sure that it is the same; the peaks of
-/// memory of both.
+/// Saves `trainer`, clears and restores its state, and checks that it is identical; returns the
+/// memory peaks of both.
 fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
     let mut saved = PathBuf::new();
     let saving = peak_of(|| saved = save(trainer, &position(3), path, &Single).unwrap());
@@ -141,7 +141,7 @@ fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
     [saving, resuming]
 }
 
-/// Holds the time to save against that of a plain copy: the best of three each, taken in turn.
+/// Compares the time to save with that of a plain copy: the best of three each, alternating.
 fn compare_times(trainer: &Trainer, dir: &Path) {
     let best = |time: &mut Duration, work: &dyn Fn()| {
         let begun = Instant::now();
@@ -202,19 +202,19 @@ fn a_rank_that_cannot_write_takes_part_to_the_end() {
         "the peer's"
     );
     assert_eq!(expected, 2 * 3);
-    // a file where the directory should be
+    // a file in place of the directory
     fs::write(dir.path().join("bad"), "").unwrap();
     let (refused, count) = exchanged(&dir.path().join("bad"));
     assert!(refused.unwrap_err().to_string().contains("bad"));
     assert_eq!(count, expected);
-    // the checkpoint that is there already
+    // the checkpoint that already exists
     let (kept, count) = exchanged(&dir.path().join("good"));
     assert_eq!((kept.unwrap(), count), (Checkpoint::at(&dir.path().join("good"), 2).dir, expected));
 }
 
-/// Settings that no resumed run may change and that [`lasting`] names in other words than by their flags.
+/// Settings that no resumed run may change and that [`lasting`] does not name by their flags.
 const BY_CONTENT: [(&str, &str); 1] = [
-    // Another way to hold out as many samples trains on the same ones.
+    // Another way to hold out the same number of samples trains on the same ones.
     ("validation_ratio", "--validation-ratio leaving so many samples:"),
 ];
 

@@ -1,4 +1,4 @@
-//! Master weights whole and in shares: they move alike, and are stored alike.
+//! Whole and sharded master weights are updated and stored identically.
 
 use dflash_dist::Single;
 use dflash_draft::DraftConfig;
@@ -25,7 +25,7 @@ fn adamw() -> OptimizerConfig {
     OptimizerConfig { algorithm: Algorithm::AdamW, ..muon() }
 }
 
-/// A fresh draft and its master weights, on one of several ranks if `place` says so.
+/// A fresh draft and its master weights, for rank and world size `place` if given.
 fn parameters(
     kind: Kind,
     optimizer: &OptimizerConfig,
@@ -41,8 +41,8 @@ fn parameters(
     MasterWeights::new(fresh, kind, optimizer, shards)
 }
 
-/// Numbers of size one that look like noise. libtorch's generator is common to all threads, so
-/// tests that run side by side cannot rely on its seed.
+/// Noise-like numbers of magnitude one. libtorch's generator is shared by all threads, so parallel
+/// tests cannot rely on its seed.
 fn wave(shape: &[i64], frequency: f64) -> Tensor {
     let elements: i64 = shape.iter().product();
     let positions = Tensor::arange(elements, (Kind::Float, Device::Cpu));
@@ -98,7 +98,7 @@ fn updates_far_below_bfloat16_s_resolution_are_not_lost() {
         let layout = draft.layout();
         let norm = layout.parameters().iter().find(|p| p.name == "norm.weight").unwrap();
         let gradient = draft.flat().ones_like().to_kind(Kind::Float);
-        // bfloat16 next to 1 has steps of 2^-8 = 0.0039 downwards; a step of 1e-4 rounds away
+        // below 1, bfloat16 values are 2^-8 = 0.0039 apart; a step of 1e-4 rounds away
         for step in 1..=100 {
             master_weights.step(&gradient, 1e-4);
             master_weights.publish(&draft, &Single).unwrap();
@@ -169,14 +169,14 @@ fn steps_that_the_device_decides_are_those_of_the_host() {
             weight_decay: WeightDecay { matrices, norms },
             ..adamw()
         };
-        // Both round in another order, of weights of about one.
+        // The two paths round in different order, on weights of about one.
         const CLOSE: f64 = 1e-6;
         for optimizer in [decay(0.1, 0.1), decay(0.1, 0.0), muon()] {
             for (kind, place) in [(Kind::Float, None), (Kind::BFloat16, Some((1, 2)))] {
                 let (draft, mut host) = parameters(kind, &optimizer, place);
                 let (_, mut device) = parameters(kind, &optimizer, place);
                 let layout = draft.layout();
-                // what lies between parameters gets no gradient
+                // gaps between parameters get no gradient
                 let inside = Tensor::zeros([layout.elements()], (Kind::Float, Device::Cpu));
                 layout.parameters().iter().for_each(|it| drop(it.view(&inside).fill_(1.0)));
                 for gradient in gradients(layout.elements()) {
@@ -212,7 +212,7 @@ fn a_skipped_step_leaves_every_bit_of_the_state() {
             for (before, after) in before.iter().zip(state_of(&master_weights)) {
                 assert!(before.equal(&after));
             }
-            // and the next step is that of one that met no other in between
+            // the next step is the same as if the skipped one had not happened
             let (_, mut other) = parameters(Kind::Float, &optimizer, None);
             let go_on = |master_weights: &mut MasterWeights, gradients: &[Tensor]| {
                 for gradient in gradients {

@@ -1,5 +1,5 @@
-//! What a run shows between its lines: the clock goes on while a step waits, a wait says how long it takes,
-//! and where there is no terminal a line says once a minute that the run is there.
+//! Updates the display between lines: the clock runs while a step waits, long waits are shown with
+//! their duration, and without a terminal a line each minute shows that the run is alive.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,33 +8,33 @@ use std::time::{Duration, Instant};
 
 use dflash_io::{Beat, StepBar, say};
 
-/// Between two looks.
+/// Interval between updates.
 const BEAT: Duration = Duration::from_secs(1);
-/// A wait that is worth a word.
+/// Waits longer than this are shown.
 const LONG: Duration = Duration::from_secs(3);
-/// Between two lines where there is no terminal.
+/// Interval between lines without a terminal.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// What the run is doing.
+/// The run's current activity.
 #[derive(Clone, Debug)]
 pub(super) struct Doing {
-    /// Since when it waits, and for what.
+    /// Start and description of the current wait.
     pub(super) waits: Option<(Instant, &'static str)>,
-    /// When how many seconds were left.
+    /// An estimate of the seconds left, and when it was made.
     pub(super) left: Option<(Instant, f64)>,
-    /// The last line's figures.
+    /// Figures of the last line.
     pub(super) message: String,
-    /// Whether a validation has the terminal meanwhile.
+    /// Whether a validation is using the terminal.
     pub(super) is_aside: bool,
-    /// The bar of that validation, where it has one now.
+    /// That validation's progress bar, if it has one.
     pub(super) beat: Option<Beat>,
-    /// When the run began here.
+    /// When the run started in this process.
     begun: Instant,
-    /// When something was last written where there is no terminal.
+    /// When something was last written without a terminal.
     told: Instant,
 }
 
-/// A thread that shows it; it ends when this is dropped.
+/// The display thread; it ends on drop.
 #[derive(Debug)]
 pub(super) struct Pulse {
     doing: Arc<Mutex<Doing>>,
@@ -61,7 +61,7 @@ impl Pulse {
         Self { doing, stop: Some(stop), thread: Some(thread) }
     }
 
-    /// Changes what is known; something is being written, or the run has come on.
+    /// Changes the state.
     pub(super) fn tell(&self, change: impl FnOnce(&mut Doing)) {
         let mut doing = self.doing.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut doing);
@@ -96,7 +96,7 @@ impl Doing {
         }
     }
 
-    /// Draws what is shown now: the bar of the steps, which is locked during a validation, or the validation's.
+    /// Redraws the step bar, or during a validation the validation's bar.
     fn draw(&self, bar: &StepBar, now: Instant) {
         let wait = self.long_wait(now);
         if self.is_aside {
@@ -111,7 +111,7 @@ impl Doing {
         bar.show_figures(format!("{wait}{}", self.message));
     }
 
-    /// A line for a reader that has heard nothing for a minute.
+    /// A line, if nothing has been written for a minute.
     fn line(&self, bar: &StepBar, now: Instant) -> Option<String> {
         if now.saturating_duration_since(self.told) < SILENCE {
             return None;
@@ -124,14 +124,14 @@ impl Doing {
         Some(format!("step {step}/{total}  {what}{left}"))
     }
 
-    /// What the run waits for and for how long, where that is long.
+    /// Description and duration of the current wait, if it is long.
     fn long_wait(&self, now: Instant) -> Option<String> {
         let (since, what) = self.waits?;
         let waited = now.saturating_duration_since(since);
         (waited >= LONG).then(|| format!("{what}: {} s", waited.as_secs()))
     }
 
-    /// Seconds to the end. While the run waits they do not become fewer.
+    /// Seconds to the end; the estimate stops falling during a wait.
     fn seconds_left(&self, now: Instant) -> Option<f64> {
         let (at, left) = self.left?;
         let until = self.waits.map_or(now, |(since, _)| since);
@@ -139,7 +139,7 @@ impl Doing {
     }
 }
 
-/// Seconds for people.
+/// Formats seconds.
 fn clock(seconds: f64) -> String {
     match seconds as u64 {
         seconds @ 0..60 => format!("{seconds} s"),
@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(line, "step 3/40  waiting for hidden states: 60 s  90 s left");
         doing.told = after(69);
         assert_eq!(doing.line(&bar, after(70)), None);
-        // a validation is no reason for silence
+        // a validation does not suppress the line
         (doing.is_aside, doing.told) = (true, begun);
         assert_eq!(doing.line(&bar, after(70)).unwrap(), line);
         doing.waits = None;

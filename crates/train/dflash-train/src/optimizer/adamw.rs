@@ -7,26 +7,26 @@ use tch::{Device, Kind, Tensor};
 use super::groups::DecayedRate;
 use super::step_gate::StepGate;
 
-/// Constants of AdamW.
+/// AdamW's constants.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWConfig {
-    /// Decay of the mean of gradients.
+    /// Decay of the first moment (mean of gradients).
     pub beta1: f64,
-    /// Decay of the mean of squared gradients.
+    /// Decay of the second moment (mean of squared gradients).
     pub beta2: f64,
-    /// Added to the root of the latter.
+    /// Added to the square root of the second moment.
     pub epsilon: f64,
 }
 
 impl Default for AdamWConfig {
-    /// PyTorch's defaults: the recipe of the DFlash paper.
+    /// PyTorch's defaults, also used by the DFlash paper.
     fn default() -> Self {
         Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8 }
     }
 }
 
 impl AdamWConfig {
-    /// The numbers of the `steps`-th step, 1-based.
+    /// The kernel's arguments for step `steps`, 1-based.
     pub(super) fn step(&self, steps: i64, rate: f64) -> AdamWStep {
         let Self { beta1, beta2, epsilon } = *self;
         let correction1 = 1.0 - beta1.powi(steps as i32);
@@ -36,7 +36,7 @@ impl AdamWConfig {
     }
 }
 
-/// Mean of gradients and of squared gradients.
+/// First and second moment.
 #[derive(Debug)]
 pub(super) struct Moments {
     pub(super) mean: Tensor,
@@ -45,19 +45,19 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Of no step yet.
+    /// Moments before the first step.
     pub(super) fn zeros(elements: i64, device: Device) -> Self {
         let zeros = || Tensor::zeros([elements], (Kind::Float, device));
         Self { mean: zeros(), variance: zeros(), kernels: Kernels::Fast }
     }
 
-    /// Views of `elements` from `first` on.
+    /// Views of `elements` elements from `first` on.
     pub(super) fn narrow(&self, first: i64, elements: i64) -> Self {
         let view = |x: &Tensor| x.narrow(0, first, elements);
         Self { mean: view(&self.mean), variance: view(&self.variance), kernels: self.kernels }
     }
 
-    /// Moves `parameters`, which these moments are of.
+    /// Updates `parameters`, to which these moments belong.
     pub(super) fn step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
         if self.kernels.take(parameters) {
             kernels::adamw(parameters, gradient, &self.mean, &self.variance, step);
@@ -66,8 +66,8 @@ impl Moments {
         }
     }
 
-    /// Moves `parts`, of which each has its parameters, gradient and moments, as `gate` has it. Weights
-    /// decay in the same pass.
+    /// Updates `parts`, each with its parameters, gradient and moments, as `gate` allows. Weight
+    /// decay is applied in the same pass.
     pub(super) fn step_on_device(
         parts: &[AdamWBuffer],
         config: AdamWConfig,
@@ -81,7 +81,7 @@ impl Moments {
         fused_adamw(parts, Steering { steps, divisor, skip }, step)
     }
 
-    /// The moments of `elements` from `first` on, with the parameters and the gradient that are theirs.
+    /// The moments of a range starting at `first`, combined with its parameters and gradient.
     pub(super) fn buffer(&self, first: i64, parameters: Tensor, gradient: Tensor) -> AdamWBuffer {
         let Self { mean, variance, .. } = self.narrow(first, parameters.numel() as i64);
         AdamWBuffer { parameters, gradient, mean, variance }

@@ -1,4 +1,4 @@
-//! Which parts of a share of the flat buffer are matrices, and which are embeddings, norms' weights and biases.
+//! Groups the parts of a share of the flat buffer: matrices, and all other parameters.
 
 use std::ops::Range;
 
@@ -8,48 +8,48 @@ use tch::Tensor;
 /// Decoupled weight decay by group, as a share of the group's learning rate.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WeightDecay {
-    /// Of matrices.
+    /// Weight decay of matrices.
     pub matrices: f64,
-    /// Of norms' weights, which start at 1 and have no reason to shrink to 0.
+    /// Weight decay of norm weights, which start at 1 and have no reason to shrink to 0.
     pub norms: f64,
 }
 
-/// A parameter, or the part of it in a share.
+/// A parameter, or the part of it inside a share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// First element within the share.
     pub offset: i64,
     /// Elements within the share.
     pub elements: i64,
-    /// Shape of the whole parameter, as the checkpoint has it.
+    /// Shape of the whole parameter in the checkpoint.
     pub shape: Vec<i64>,
-    /// Whether weight decay shrinks it: embeddings keep rows that no token has asked for.
+    /// Whether weight decay applies: not to embeddings, whose unused rows would decay to 0.
     pub decays: bool,
 }
 
 impl Piece {
-    /// Whether the share has all of the parameter.
+    /// Whether the share contains the whole parameter.
     pub fn is_whole(&self) -> bool {
         self.elements == self.shape.iter().product::<i64>()
     }
 
-    /// Its elements of a buffer like the share, a view.
+    /// A view of its elements in a buffer laid out like the share.
     pub(super) fn of(&self, share: &Tensor) -> Tensor {
         share.narrow(0, self.offset, self.elements)
     }
 }
 
-/// The parameters of a share, by how they are treated. Padding is in neither group.
+/// The parameters of a share by treatment. Padding is in neither group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
-    /// Weights of products, each matrix of the checkpoint by itself: q, k and v are three.
+    /// Weights of matmuls, each checkpoint matrix separately: q, k and v are three.
     pub matrices: Vec<Piece>,
-    /// Weights of norms, biases and embeddings: AdamW moves them, whatever moves the matrices.
+    /// Norm weights, biases and embeddings, which always use AdamW.
     pub norms: Vec<Piece>,
 }
 
 impl Groups {
-    /// Groups the parts of `parameters` in `share`, a range of the flat buffer.
+    /// Groups the parts of `parameters` inside `share`, a range of the flat buffer.
     pub fn of(parameters: &[Parameter], share: &Range<i64>) -> Self {
         let mut groups = Self::default();
         for parameter in parameters {
@@ -72,13 +72,13 @@ impl Groups {
         groups
     }
 
-    /// Elements of all that are no matrices.
+    /// Number of elements outside matrices.
     pub fn norm_elements(&self) -> i64 {
         self.norms.iter().map(|piece| piece.elements).sum()
     }
 }
 
-/// The elements of `pieces`, neighbours taken together: first, and one behind the last.
+/// The element ranges of `pieces`, with adjacent ones merged.
 pub(super) fn spans<'a>(pieces: impl IntoIterator<Item = &'a Piece>) -> Vec<Range<i64>> {
     let mut spans: Vec<Range<i64>> = Vec::new();
     for piece in pieces {
@@ -91,16 +91,16 @@ pub(super) fn spans<'a>(pieces: impl IntoIterator<Item = &'a Piece>) -> Vec<Rang
     spans
 }
 
-/// A learning rate and the weight decay that goes with it.
+/// A learning rate with its weight decay.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DecayedRate {
-    /// Of this step.
+    /// Learning rate of this step.
     pub(super) rate: f64,
-    /// Share of the weight that a rate of 1 takes away.
+    /// Weight decay per unit of learning rate.
     pub(super) decay: f64,
 }
 
-/// Shrinks `pieces` of `share` by `decay` times `rate`.
+/// Applies weight decay: shrinks `pieces` of `share` by `decay` times `rate`.
 pub(super) fn shrink(share: &Tensor, pieces: &[Piece], DecayedRate { rate, decay }: DecayedRate) {
     if decay == 0.0 {
         return;

@@ -1,8 +1,8 @@
-//! Muon: the momentum of each matrix is made (nearly) orthogonal before it is taken as a step.
+//! Muon: orthogonalises (approximately) the momentum of each matrix before taking it as a step.
 //!
 //! The rule and its constants are those of `torch.optim.Muon`, with which speculators trains: the
-//! Newton-Schulz iteration in bfloat16, Nesterov's momentum, decoupled weight decay. What is not a
-//! matrix stays with AdamW.
+//! Newton-Schulz iteration in bfloat16, Nesterov momentum, decoupled weight decay. Parameters other
+//! than matrices use AdamW.
 
 use dflash_kernels::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
@@ -10,38 +10,38 @@ use tch::{Device, Kind, Tensor};
 use super::groups::Piece;
 use super::step_gate::StepGate;
 
-/// Coefficients of the quintic iteration (Keller Jordan, "Muon", 2024): the steepest start at which
-/// singular values still settle near 1.
+/// Coefficients of the quintic iteration (Keller Jordan, "Muon", 2024): the steepest start for
+/// which singular values still settle near 1.
 const COEFFICIENTS: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
 
-/// Keeps the first division finite (PyTorch's constant).
+/// Keeps the first division finite (PyTorch's value).
 const EPSILON: f64 = 1e-7;
 
 /// Constants of Muon.
 #[derive(Clone, Copy, Debug)]
 pub struct MuonConfig {
-    /// Its learning rate over AdamW's.
+    /// Muon's learning rate as a multiple of AdamW's.
     pub rate_ratio: f64,
-    /// Decay of the mean of gradients.
+    /// Momentum.
     pub momentum: f64,
-    /// Steps of the iteration.
+    /// Number of Newton-Schulz iterations.
     pub iterations: usize,
-    /// How a matrix's shape enters the rate.
+    /// How a matrix's shape affects the learning rate.
     pub scale: MuonScale,
 }
 
-/// How a matrix's shape enters the rate: an orthogonal matrix has entries of root mean square
-/// `1 / sqrt(max(rows, columns))`.
+/// How a matrix's shape affects the learning rate: the entries of an orthogonal matrix have root
+/// mean square `1 / sqrt(max(rows, columns))`.
 #[derive(Clone, Copy, Debug)]
 pub enum MuonScale {
     /// `sqrt(max(1, rows / columns))`.
     Original,
-    /// `0.2 sqrt(max(rows, columns))`: entries move as far as AdamW's usually do.
+    /// `0.2 sqrt(max(rows, columns))`: gives updates about the size of AdamW's.
     MatchRmsAdamw,
 }
 
 impl Default for MuonConfig {
-    /// speculators' recipe: ten times AdamW's rate, PyTorch's momentum and iterations.
+    /// speculators' recipe: ten times AdamW's rate, with PyTorch's momentum and iterations.
     fn default() -> Self {
         Self { rate_ratio: 10.0, momentum: 0.95, iterations: 5, scale: MuonScale::MatchRmsAdamw }
     }
@@ -56,16 +56,16 @@ impl MuonScale {
     }
 }
 
-/// State of Muon for the matrices of a share.
+/// Muon's state for the matrices of a share.
 #[derive(Debug)]
 pub(super) struct Muon {
     pub(super) config: MuonConfig,
-    /// Mean of the matrices' gradients, laid out as the share.
+    /// Momentum of the matrices, laid out like the share.
     pub(super) momentum: Tensor,
 }
 
 impl Muon {
-    /// Moves the matrix `piece` of the share by `rate`.
+    /// Updates the matrix `piece` of the share at learning rate `rate`.
     pub(super) fn step(
         &self,
         piece: &Piece,
@@ -81,7 +81,7 @@ impl Muon {
         let _ = matrix(master_weights).g_add_(&(update * -self.length(piece, rate)));
     }
 
-    /// As [`Self::step`], if `gate` lets it, along the gradient that it divides.
+    /// As [`Self::step`], if `gate` allows it, with the gradient divided by its divisor.
     pub(super) fn step_on_device(
         &self,
         piece: &Piece,
@@ -100,29 +100,29 @@ impl Muon {
         let _ = matrix(master_weights).g_add_(&(update * length));
     }
 
-    /// Where a matrix of this gradient and momentum goes, in their kind.
+    /// Update direction of a matrix, in the type of its gradient and momentum.
     fn direction(&self, gradient: &Tensor, momentum: &Tensor, kernels: Kernels) -> Tensor {
         let ahead = gradient.lerp(momentum, self.config.momentum);
         let products = product_kind(momentum.device(), kernels);
         orthogonalise(products, &ahead, self.config.iterations).to_kind(momentum.kind())
     }
 
-    /// How far a matrix of this shape goes at `rate`.
+    /// Step size of a matrix of this shape at learning rate `rate`.
     fn length(&self, piece: &Piece, rate: f64) -> f64 {
         rate * self.config.scale.factor(piece.shape[0], piece.shape[1])
     }
 }
 
-/// The nearest matrix whose singular values are all about 1, by the Newton-Schulz iteration. Products
-/// are of kind `products`, and their results are rounded to bfloat16, as the reference does: that is
-/// exact enough for a direction.
+/// The matrix with the same singular vectors and singular values of about 1, by the Newton-Schulz
+/// iteration. Matmuls use type `products`, and their results are rounded to bfloat16, like the
+/// reference: exact enough for a direction.
 fn orthogonalise(products: Kind, matrix: &Tensor, iterations: usize) -> Tensor {
     let (a, b, c) = COEFFICIENTS;
     let size = matrix.size();
     let tall = size[0] > size[1];
     let wide = |x: &Tensor| if tall { x.transpose(-2, -1) } else { x.shallow_clone() };
     let rounded = |x: Tensor| x.to_kind(Kind::BFloat16).to_kind(products);
-    // a batch of one: of libtorch's products only the batched one takes factors
+    // a batch of one: only libtorch's batched matmul takes scale factors
     let mut x = rounded(wide(&matrix.unsqueeze(0)));
     x = rounded(&x / x.norm().clamp_min(EPSILON));
     for _ in 0..iterations {
@@ -133,8 +133,8 @@ fn orthogonalise(products: Kind, matrix: &Tensor, iterations: usize) -> Tensor {
     wide(&x).squeeze_dim(0)
 }
 
-/// The kind whose products the device multiplies fast: a CPU without instructions for bfloat16
-/// takes twenty times longer over it than over float32, which holds the same numbers and sums.
+/// A type with fast matmuls on the device: without bfloat16 instructions a CPU is twenty times
+/// slower in bfloat16 than in float32, which represents the same numbers and sums.
 fn product_kind(device: Device, kernels: Kernels) -> Kind {
     let slow =
         kernels == Kernels::Fast && device == Device::Cpu && !dflash_kernels::cpu_multiplies_bf16();
@@ -148,7 +148,8 @@ mod tests {
 
     #[test]
     fn singular_values_come_near_one() {
-        // Not any seed: five steps leave the small values of a nearly singular matrix small.
+        // Not every seed works: five iterations leave the small singular values of a nearly
+        // singular matrix small.
         let _alone = alone();
         tch::manual_seed(5);
         for shape in [[6, 4], [4, 6], [5, 5], [1, 7]] {
@@ -168,7 +169,7 @@ mod tests {
         let matrix = Tensor::randn([40, 24], (Kind::Float, Device::Cpu));
         let found = |products| orthogonalise(products, &matrix, 5).to_kind(Kind::Float);
         let (native, wide) = (found(Kind::BFloat16), found(Kind::Float));
-        // rounding is amplified with the smallest singular values
+        // rounding errors are amplified with the smallest singular values
         let cosine = (&native * &wide).sum(None) / (native.norm() * wide.norm());
         assert!(cosine.double_value(&[]) > 0.99, "{cosine:?}");
     }

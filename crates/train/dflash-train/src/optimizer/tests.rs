@@ -1,4 +1,4 @@
-//! Both optimizers over groups of parameters, against what is worked out by hand.
+//! Both optimizers on groups of parameters, compared with hand-computed values.
 
 use dflash_draft::{Fresh, Parameter, ParameterSpec, Role};
 use dflash_test_support::seeded;
@@ -31,7 +31,7 @@ fn optimizer(
     Optimizer::new(&config, Groups::of(&parameters(), &(0..ELEMENTS)), master_weights)
 }
 
-/// Takes one step from ones; `expected` are a matrix element, a norm element and padding.
+/// Takes one step from ones; `expected` holds a matrix element, a norm element and padding.
 fn check(algorithm: Algorithm, weight_decay: WeightDecay, gradient: f64, expected: [f64; 3]) {
     let mut master_weights = ones();
     let gradient = ones() * gradient;
@@ -49,13 +49,13 @@ fn weight_decay_goes_by_group() {
     let both = WeightDecay { matrices: 0.5, norms: 0.2 };
     check(Algorithm::AdamW, matrices, 0.0, [0.95, 1.0, 1.0]);
     check(Algorithm::AdamW, both, 0.0, [0.95, 0.98, 1.0]);
-    // Muon's matrices decay with their own rate
+    // Muon's matrices decay at Muon's rate
     check(muon, matrices, 0.0, [0.9, 1.0, 1.0]);
     check(muon, both, 0.0, [0.9, 0.98, 1.0]);
     check(muon, WeightDecay::default(), 0.0, [1.0, 1.0, 1.0]);
 }
 
-/// An embedding moves as AdamW moves it beside Muon's matrices, and nothing decays it.
+/// With Muon, an embedding is updated by AdamW and does not decay.
 #[test]
 fn embeddings_move_by_adamw_and_never_decay() {
     let _draws = seeded(tch::manual_seed);
@@ -105,7 +105,7 @@ fn with_muon_norms_move_as_with_adamw() {
 #[test]
 fn matrices_side_by_side_are_made_orthogonal_one_by_one() {
     let _draws = seeded(tch::manual_seed);
-    // as q, k and v are: no gap between them
+    // like q, k and v: no gap between them
     let side_by_side = [parameter(&[4, 3], 0), parameter(&[2, 3], 12)];
     let gradient = Tensor::randn([18], (Kind::Float, Device::Cpu));
     let algorithm = Algorithm::Muon(MuonConfig::default());

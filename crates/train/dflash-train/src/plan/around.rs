@@ -1,24 +1,24 @@
-//! What a run takes beside its trainers: the GPUs that run the target, the way of its hidden states, and
-//! the sum of gradients over the ranks.
+//! What a run takes in addition to its trainers: GPUs for the target, the transfer of hidden
+//! states, and the all-reduce of gradients.
 
 use serde::Serialize;
 
 use crate::gpus::{Family, Gpu};
 
-/// What one thread assembles, bytes/s: pieces of 8 KiB, a token's state of one layer, copied from a body in
-/// memory into a row's buffer: 6.5 GB/s on one core of a Xeon (LOG.md).
+/// Copy rate of one assembly thread, bytes/s: pieces of 8 KiB (a token's state in one layer), from
+/// a body in memory to a row's buffer; 6.5 GB/s on one core of a Xeon (LOG.md).
 const ASSEMBLY: f64 = 6.5e9;
-/// A GPU on PCIe 4.0 x16 in one direction, bytes/s: 31.5 GB/s less what packets cost.
+/// PCIe 4.0 x16 in one direction, bytes/s: 31.5 GB/s less packet overhead.
 const PCIE: f64 = 25e9;
-/// A machine's link of 400 Gbit/s, bytes/s in one direction.
+/// A machine's 400 Gbit/s network link in one direction, bytes/s.
 const NETWORK: f64 = 50e9;
 
 impl Family {
-    /// NVLink in one direction, bytes/s, of the models that have it (NVIDIA's data sheets).
+    /// NVLink in one direction, bytes/s (NVIDIA's data sheets).
     fn nvlink(self) -> f64 {
         match self {
             Self::Ampere => 300e9,
-            // consumers' and workstations' have none
+            // consumer and workstation models have no NVLink
             Self::Ada => PCIE,
             Self::Hopper => 450e9,
             Self::Blackwell => 900e9,
@@ -26,21 +26,21 @@ impl Family {
     }
 }
 
-/// GPUs of the trainers' model that run the target beside them.
+/// GPUs of the trainers' model that run the target.
 #[derive(Clone, Debug, Serialize)]
 pub struct Servers {
-    /// The target's arithmetic of a row, up to the highest auxiliary layer, TFLOP.
+    /// The target's arithmetic per row, up to the highest auxiliary layer, TFLOP.
     pub row_tflop: f64,
-    /// Seconds of one GPU for a row, at the efficiencies of a burst and of a day.
+    /// Seconds per row on one GPU, at the optimistic and the sustained efficiency.
     pub row_seconds: [f64; 2],
-    /// GPUs for each trainer, at the same.
+    /// GPUs per trainer, likewise.
     pub per_trainer: [f64; 2],
-    /// GPUs for all trainers, whole ones.
+    /// GPUs for all trainers, rounded up.
     pub gpus: [usize; 2],
 }
 
 impl Servers {
-    /// For trainers that take `step_seconds` for a row, of which there are `ranks`.
+    /// For `ranks` trainers that take `step_seconds` per row.
     pub(super) fn new(
         row_tflop: f64,
         row_seconds: [f64; 2],
@@ -52,14 +52,14 @@ impl Servers {
     }
 }
 
-/// What a rank's stream of hidden states asks of the machine and its network.
+/// Load of a rank's stream of hidden states on the machine and its network.
 #[derive(Clone, Debug, Serialize)]
 pub struct Stream {
-    /// Bytes a second that a rank takes.
+    /// Bytes per second received by a rank.
     pub bytes_per_second: f64,
-    /// As a share of the copy rate of the rank's one thread that assembles rows.
+    /// Share of the copy rate of the rank's one assembly thread.
     pub assembly_share: f64,
-    /// Gbit/s of the network, where the servers are on other machines.
+    /// Gbit/s of network traffic if the servers are on other machines.
     pub gbit_per_second: f64,
 }
 
@@ -73,27 +73,27 @@ impl Stream {
     }
 }
 
-/// The sum of a step's gradients over the ranks.
+/// The all-reduce of a step's gradients.
 #[derive(Clone, Debug, Serialize)]
 pub struct AllReduce {
-    /// Bytes that a rank sends and receives, float32, in a ring.
+    /// Bytes that a rank sends, and receives, in a float32 ring all-reduce.
     pub bytes: f64,
-    /// Milliseconds over NVLink, where the GPUs have it.
+    /// Milliseconds over NVLink, if the GPUs have it.
     pub nvlink_ms: f64,
-    /// Over PCIe 4.0 x16.
+    /// Milliseconds over PCIe 4.0 x16.
     pub pcie_ms: f64,
-    /// Between machines at 400 Gbit/s each; none where there is one.
+    /// Milliseconds between machines at 400 Gbit/s each; `None` on one machine.
     pub network_ms: Option<f64>,
 }
 
 impl AllReduce {
-    /// Of so many float32 gradients; `None` where there is nobody to share them with.
+    /// For `parameters` float32 gradients; `None` with a single rank.
     pub(super) fn new(
         parameters: i64,
         (ranks, machines): (usize, usize),
         gpu: &Gpu,
     ) -> Option<Self> {
-        // A ring passes all parts but one around twice: to sum them, and to tell the sums.
+        // A ring passes all but one part around twice: to sum them, and to distribute the sums.
         let in_ring = |members: usize| 2.0 * (members as f64 - 1.0) / members as f64;
         let gradients = parameters as f64 * 4.0;
         let bytes = gradients * in_ring(ranks);
@@ -120,7 +120,7 @@ mod tests {
         assert!((one.nvlink_ms - 6.0 / 450.0 * 1e3).abs() < 1e-9);
         assert_eq!(one.pcie_ms, 240.0);
         let two = AllReduce::new(1_000_000_000, (16, 2), &gpu).unwrap();
-        // Of two machines each sends half of it twice.
+        // With two machines, each sends half twice.
         assert_eq!(two.network_ms, Some(80.0));
     }
 

@@ -1,5 +1,5 @@
-//! From what a step asks of a GPU to the time that it takes: by the GPU's figures and, for each kind
-//! of work, the share of them that its kernels reach (see [`mod@super::efficiency`]).
+//! Computes a step's time from the work that it asks of a GPU, the GPU's figures, and the share of
+//! them that the kernels of each kind of work reach (see [`mod@super::efficiency`]).
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
@@ -10,103 +10,103 @@ use serde::Serialize;
 use super::efficiency::Efficiency;
 use crate::gpus::Gpu;
 
-/// Shortest time between the starts of two kernels in a stream, seconds.
+/// Minimum interval between kernel launches in a stream, seconds.
 const LAUNCH: f64 = 2e-6;
-/// The host waits until the GPU is idle, and the GPU until it gets work again, seconds.
+/// Cost of a synchronisation: the host waits for the GPU to drain, then the GPU for work; seconds.
 const WAIT: f64 = 20e-6;
-/// Copies from memory that is not pinned, bytes/s.
+/// Copy rate from unpinned memory, bytes/s.
 const PAGEABLE: f64 = 10e9;
 
-/// What a step takes, computed.
+/// The computed time budget of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct Budget {
-    /// The GPU.
+    /// Name of the GPU.
     pub gpu: &'static str,
-    /// Its dense peak in bfloat16, TFLOP/s.
+    /// Dense bfloat16 peak, TFLOP/s.
     pub peak_tflops: f64,
-    /// Of its memory, GB/s.
+    /// Memory bandwidth, GB/s.
     pub bandwidth_gb_s: f64,
-    /// Its memory, bytes.
+    /// Memory, bytes.
     pub memory_bytes: f64,
-    /// In the order in which the step comes to them first.
+    /// Parts, in the order in which the step first reaches them.
     pub parts: Vec<PartBudget>,
-    /// Operators and kernels, those that take longest first.
+    /// Operators and kernels, slowest first.
     pub operations: Vec<OperationBudget>,
-    /// Kernels that a step launches.
+    /// Kernel launches per step.
     pub launches: u64,
-    /// Of these, those of attention's own calls: its products, and what libtorch does around them.
+    /// Launches in attention calls: its matmuls, and libtorch's kernels around them.
     pub attention_launches: u64,
-    /// Of these, those that are neither that nor matrix products.
+    /// Launches that are neither in attention nor matmuls.
     pub launches_beyond_products: u64,
-    /// Times that the host waits for the GPU.
+    /// Number of times that the host waits for the GPU.
     pub waits: u64,
-    /// Milliseconds of the GPU.
+    /// GPU time, milliseconds.
     pub gpu_ms: f64,
-    /// Milliseconds of the host for launching everything.
+    /// Host time for launching everything, milliseconds.
     pub host_ms: f64,
-    /// Milliseconds of a step: the longer of both.
+    /// Step time, milliseconds: the longer of the two.
     pub step_ms: f64,
-    /// Of the dense peak, what products are taken to reach.
+    /// Share of the dense peak that matmuls are assumed to reach.
     pub products_share: f64,
-    /// The same step with products as slow as a day may make them; none where they are measured.
+    /// The same step at the sustained matmul efficiency; `None` if efficiencies are measured.
     pub slow: Option<SlowStep>,
-    /// Where the shares come from.
+    /// Source of the efficiencies.
     pub source: String,
-    /// Useful arithmetic of a step, TFLOP.
+    /// Useful arithmetic per step, TFLOP.
     pub useful_tflop: f64,
-    /// Useful arithmetic over the peak's.
+    /// Model FLOPs utilization: useful arithmetic over the peak's.
     pub mfu: f64,
-    /// Most bytes of tensors at one time.
+    /// Peak tensor memory, bytes.
     pub peak_bytes: u64,
-    /// The part in which that is.
+    /// The part in which the peak occurs.
     pub peak_part: &'static str,
 }
 
-/// A step whose products reach less.
+/// A step with lower matmul efficiency.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct SlowStep {
-    /// Of the dense peak.
+    /// Share of the dense peak that matmuls reach.
     pub products_share: f64,
-    /// Milliseconds of a step.
+    /// Step time, milliseconds.
     pub step_ms: f64,
-    /// Useful arithmetic over the peak's.
+    /// Model FLOPs utilization.
     pub mfu: f64,
 }
 
-/// What a part of a step takes.
+/// Time budget of a part of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct PartBudget {
     /// Its name.
     pub part: &'static str,
-    /// Kernels launched.
+    /// Kernel launches.
     pub launches: u64,
-    /// Times that the host waits for the GPU.
+    /// Number of times that the host waits for the GPU.
     pub waits: u64,
-    /// Bytes read and written by what is not a product, GB.
+    /// Bytes read and written outside matmuls, GB.
     pub moved_gb: f64,
-    /// Arithmetic of products, TFLOP.
+    /// Arithmetic of matmuls, TFLOP.
     pub tflop: f64,
-    /// Milliseconds of the GPU, and of waits.
+    /// GPU time including waits, milliseconds.
     pub ms: f64,
-    /// Of the GPU's time.
+    /// Share of the step's GPU time.
     pub share: f64,
 }
 
-/// What an operator or kernel takes in a part of a step.
+/// Time budget of an operator or kernel within a part of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct OperationBudget {
     /// The part.
     pub part: &'static str,
-    /// As libtorch names it, or our kernel's name.
+    /// libtorch's name of the operator, or our kernel's name.
     pub operation: String,
-    /// Kernels launched.
+    /// Kernel launches.
     pub launches: u64,
-    /// Milliseconds of the GPU, and of waits.
+    /// GPU time including waits, milliseconds.
     pub ms: f64,
 }
 
 impl Budget {
-    /// What `record`, a step of `useful` operations, takes on `gpu`, whose figures are reached so far.
+    /// The budget of the step in `record`, with `useful` operations, on a GPU with its efficiency.
     pub(crate) fn new(record: &Record, useful: f64, on: (&Gpu, &Efficiency)) -> Self {
         let mut budget = Self::of(record, useful, on);
         let (gpu, efficiency) = on;
@@ -199,12 +199,12 @@ impl PartBudget {
     }
 }
 
-/// Whether it is a matrix product, which attention is not.
+/// Whether it is a matmul outside attention.
 fn is_product(event: &Event) -> bool {
     event.flops > 0.0 && !is_attention(event)
 }
 
-/// Whether it is a kernel of a flash call.
+/// Whether it is a kernel of a flash-attention call.
 fn is_attention(event: &Event) -> bool {
     event.operation.contains("flash")
 }
@@ -220,7 +220,7 @@ fn seconds(event: &Event, (gpu, efficiency): (&Gpu, &Efficiency)) -> f64 {
             let computed = event.tile_flops / (gpu.tflops * 1e12 * efficiency.of_event(event));
             moved.max(computed).max(event.launches as f64 * LAUNCH)
         }
-        // beside the GPU's work
+        // overlaps with the GPU's work
         Form::Upload => 0.0,
         Form::BlockingUpload => WAIT + event.written / PAGEABLE,
         Form::Wait => WAIT,

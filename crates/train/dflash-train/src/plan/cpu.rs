@@ -1,9 +1,8 @@
-//! The same budget for this machine's CPU: a step's products and bytes over speeds that are measured
-//! here and now.
+//! The same budget for this machine's CPU: a step's matmuls and bytes over measured speeds.
 //!
-//! The CPU's own kernels take a norm, a rotation or an activation in one sweep, and attention keeps no
-//! scores. So the operators that a GPU would run for these count once a part: with the largest of
-//! their neighbours of the same size, not each.
+//! The CPU kernels do a norm, a rotation or an activation in one pass, and attention stores no
+//! scores. So the consecutive operators that a GPU would run for these count once per part, with
+//! the largest one's bytes.
 
 use std::time::Instant;
 
@@ -13,30 +12,30 @@ use tch::{Device, Kind, Tensor};
 use super::step::StepShape;
 use crate::Error;
 
-/// Rows of the product that is timed: more than a cache holds of any draft's weights.
+/// Rows of the timed matmul: together with the draft's weights, more than a cache holds.
 const ROWS: i64 = 1024;
-/// Bytes that are copied to time the memory.
+/// Bytes copied to measure memory bandwidth.
 const COPIED: i64 = 64 << 20;
-/// Times that each is done; the fastest counts.
+/// Repetitions; the fastest counts.
 const TIMES: usize = 5;
 
-/// What this machine does in a second, with the threads that libtorch has.
+/// This machine's speeds with libtorch's current number of threads.
 #[derive(Clone, Copy, Debug)]
 struct Speeds {
-    /// Operations of products.
+    /// Matmul FLOP/s.
     flops: f64,
-    /// Bytes read and written.
+    /// Bytes per second, reads plus writes.
     bytes: f64,
 }
 
-/// Seconds that the step takes on this machine's CPU.
+/// Predicted seconds of the step on this machine's CPU.
 pub(crate) fn predict(shape: &StepShape<'_>) -> Result<f64, Error> {
     let speeds = Speeds::measured(shape);
     Ok(seconds(&shape.record()?, speeds))
 }
 
 impl Speeds {
-    /// By a product of the width of the draft's MLP, and a copy.
+    /// Measured with a matmul of the draft's MLP size, and a copy.
     fn measured(shape: &StepShape<'_>) -> Self {
         let (h, i) = (shape.draft.hidden_size, shape.draft.intermediate_size);
         let random = |size: [i64; 2]| Tensor::rand(size, (shape.kind, Device::Cpu));
@@ -64,12 +63,12 @@ fn seconds(record: &Record, speeds: Speeds) -> f64 {
     products / speeds.flops + swept / speeds.bytes
 }
 
-/// Whether neighbours are elementwise work on as much.
+/// Whether two neighbours are elementwise work on tensors of the same size.
 fn in_one_sweep(a: &Event, b: &Event) -> bool {
     a.part == b.part && a.flops == 0.0 && b.flops == 0.0
 }
 
-/// Bytes of a sweep; attention's go with its products.
+/// Bytes of one pass; attention's are part of its matmuls.
 fn largest(sweep: &[Event]) -> f64 {
     if sweep[0].part == "attention" || sweep[0].flops > 0.0 {
         return 0.0;
@@ -97,12 +96,12 @@ mod tests {
         };
         let events = vec![
             event("mlp", 100.0, 1.0),
-            // one sweep of 2 * 30 bytes
+            // one pass of 2 * 30 bytes
             event("mlp", 0.0, 10.0),
             event("mlp", 0.0, 30.0),
-            // another, of the next part
+            // another one, in the next part
             event("loss", 0.0, 20.0),
-            // goes with its products
+            // part of its matmuls
             event("attention", 0.0, 1000.0),
             event("attention", 300.0, 1.0),
         ];

@@ -1,5 +1,5 @@
-//! What share of a GPU's figures each kind of work reaches: assumed from what its kernels are known to
-//! do, or measured by `dflash bench train-step --products`.
+//! The share of a GPU's peak figures that each kind of work reaches: assumed from published
+//! results, or measured by `dflash bench train-step --products`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,48 +10,48 @@ use dflash_torch_sys::trace::Event;
 use crate::bench::Measured;
 use crate::gpus::{Family, Gpu};
 
-/// Of the dense peak, matrix products of thousands of rows: what cuBLAS reaches on A100 and H100 in a burst.
+/// Share of the dense peak reached by large matmuls: cuBLAS in a burst on A100 and H100.
 const PRODUCTS: f64 = 0.75;
-/// The same all day: clocks fall under load, and not every shape is a good one.
+/// The same under sustained load: clocks fall, and not every shape is efficient.
 const SLOW_PRODUCTS: f64 = 0.65;
-/// Of the memory's bandwidth, all that reads and writes tensors from end to end.
+/// Share of the memory bandwidth reached by operators that stream tensors.
 const BANDWIDTH: f64 = 0.85;
-/// The host's time for an operator: dispatcher, allocator, launch, seconds.
+/// Host overhead per operator (dispatcher, allocator, launch), seconds.
 const OPERATOR: f64 = 4e-6;
 
 impl Family {
-    /// Of the dense peak, FlashAttention-2 forward and backward, tiles that are not full counted whole.
+    /// Share of the peak reached by FlashAttention-2, forward and backward, counting partial tiles
+    /// as full.
     fn flash(self) -> (f64, f64) {
         match self {
-            // "50-73 %" on an A100 (arXiv 2307.08691); the same instructions on the others
+            // "50-73 %" on an A100 (arXiv 2307.08691); the others use the same instructions
             Self::Ampere | Self::Ada => (0.65, 0.55),
-            // "35 %" on an H100 (arXiv 2407.08608), which it does not use to the full
+            // "35 %" on an H100 (arXiv 2407.08608), whose new instructions it does not use
             Self::Hopper => (0.35, 0.30),
-            // no figures: as fast as on an H100, since it uses none of what is new
+            // no published figures: assumed like an H100's, since it uses no new instructions
             Self::Blackwell => (0.15, 0.13),
         }
     }
 }
 
-/// Shares of a GPU's figures.
+/// Shares of a GPU's peak figures.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Efficiency {
-    /// Of the dense peak, matrix products; those of a part that is measured by itself have a share of
-    /// their own.
+    /// Share of the dense peak reached by matmuls; `parts` holds those measured separately.
     pub(super) products: f64,
     parts: BTreeMap<String, f64>,
-    /// Of the dense peak, flash attention forward and backward.
+    /// Share of the dense peak reached by flash attention, forward and backward.
     flash: (f64, f64),
-    /// Of the memory's bandwidth.
+    /// Share of the memory bandwidth.
     pub(super) bandwidth: f64,
-    /// The host's seconds for an operator.
+    /// Host overhead per operator, seconds.
     pub(super) operator: f64,
-    /// The file that they come from.
+    /// The file with the measurements, if any.
     pub(super) measured: Option<String>,
 }
 
 impl Efficiency {
-    /// What is assumed where nothing is measured.
+    /// The assumed efficiency of `gpu`.
     pub(crate) fn assumed(gpu: &Gpu) -> Self {
         Self {
             products: PRODUCTS,
@@ -63,16 +63,16 @@ impl Efficiency {
         }
     }
 
-    /// The same with products as slow as a day may make them; nothing where they are measured.
+    /// The same with sustained matmul efficiency; `None` for measurements.
     pub(super) fn slow(&self) -> Option<Self> {
         let is_assumed = self.measured.is_none();
         is_assumed.then(|| Self { products: SLOW_PRODUCTS, ..self.clone() })
     }
 
-    /// What `file` holds for `gpu`.
+    /// Reads the measurements for `gpu` from `file`.
     ///
     /// # Errors
-    /// A file that cannot be read, is of another form, or was measured on something else.
+    /// The file cannot be read, has another format, or was measured on another device.
     pub(super) fn of_file(file: &Path, gpu: &Gpu) -> Result<Self, Invalid> {
         let refused = |expected: String| Invalid::new("measured", file.display(), expected);
         let text = std::fs::read_to_string(file)
@@ -120,7 +120,7 @@ impl Efficiency {
         })
     }
 
-    /// Of the dense peak, what the kernels of `event` reach.
+    /// Share of the dense peak that the kernels of `event` reach.
     pub(super) fn of_event(&self, event: &Event) -> f64 {
         match &*event.operation {
             "aten::_flash_attention_forward" => self.flash.0,
@@ -129,12 +129,12 @@ impl Efficiency {
         }
     }
 
-    /// Seconds of `gpu` for a forward pass of so many operations of products and of attention.
+    /// Seconds of `gpu` for a forward pass, given the operations in matmuls and in attention.
     pub(super) fn forward_seconds(&self, (products, attention): (f64, f64), gpu: &Gpu) -> f64 {
         (products / self.products + attention / self.flash.0) / (gpu.tflops * 1e12)
     }
 
-    /// Where they come from, for people.
+    /// Description of the source.
     pub(super) fn source(&self) -> String {
         match &self.measured {
             Some(file) => format!("computed by the shares measured in {file}"),
@@ -157,7 +157,7 @@ mod tests {
     fn shares_are_those_of_the_products_that_a_step_makes() {
         let dir = tempfile::tempdir().unwrap();
         let gpu = Gpu::named("h200").unwrap();
-        // 2 * 1000 * 1000 * 1000 operations each: in 1 ms 2 TFLOP/s, in 4 ms 0.5.
+        // 2 * 1000 * 1000 * 1000 operations each: 2 TFLOP/s in 1 ms, 0.5 in 4 ms.
         let product = |part: &str, count: usize, ms: f64| {
             format!(
                 r#"{{"part": "{part}", "name": "x", "rows": 1000, "inputs": 1000, "outputs": 1000,
@@ -195,7 +195,7 @@ mod tests {
         close(of("projections", "aten::mm"), found.products);
         assert_eq!(of("attention", "aten::_flash_attention_backward"), 0.1);
         assert_eq!((found.operator, found.slow()), (5e-6, None));
-        // As the bench prints it, behind other lines.
+        // As printed by the bench, after other lines.
         let line =
             format!("noise\n{{\"step_ms\": 1.0, \"measured\": {}}}\n", text.replace('\n', ""));
         let printed = Efficiency::of_file(&file(dir.path(), &line), &gpu).unwrap();

@@ -1,7 +1,8 @@
-//! Bytes that a rank holds at its peak, part by part.
+//! A rank's peak memory in bytes, by part.
 //!
-//! In float32 the draft computes with the master weights themselves, whole on every rank; in bfloat16 with a
-//! copy beside them. On a GPU the window of hidden states and the rows made of it stay on the host.
+//! In float32 the draft computes with the master weights themselves, whole on every rank; in
+//! bfloat16 with a separate copy. On a GPU, the window of hidden states and the rows assembled from
+//! it stay on the host.
 
 use dflash_draft::{DraftConfig, DraftLayout};
 use dflash_settings::OptimizerKind;
@@ -13,49 +14,47 @@ use super::rows::RowShape;
 use super::target::Colocated;
 use crate::prefetcher::BUFFERS;
 
-/// Program, libraries and allocator on a CPU before a model is loaded: resident memory of
-/// `dflash bench` less its tensors.
+/// Program, libraries and allocator on a CPU before a model is loaded: resident memory of `dflash
+/// bench` less its tensors.
 const PROCESS_BYTES: f64 = 150.0 * MIB;
-/// CUDA's context and libraries on a device; not measured, NVIDIA's usual half a GB.
+/// CUDA's context and libraries on a device: NVIDIA's usual half a GB, not measured.
 const CONTEXT_BYTES: f64 = 500.0 * MIB;
-/// What is held for each byte of activations: freed buffers that no later one fits, and small
-/// temporaries. Measured on a CPU, see docs/plan.md.
+/// Memory per byte of activations, with fragmentation and temporaries: CPU-measured, docs/plan.md.
 pub(super) const SLACK: f64 = 1.2;
 const MIB: f64 = (1 << 20) as f64;
 
-/// Bytes of a rank. On a GPU all but the window and the rows made ready are on the device.
+/// A rank's memory in bytes. On a GPU all but the window and the assembled rows is on the device.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Memory {
     /// Float32 parameters.
     #[serde(rename = "masters")]
     pub master_weights: f64,
-    /// What the optimizer keeps: AdamW's two moments, or Muon's momentum.
+    /// Optimizer state: AdamW's two moments, or Muon's momentum.
     pub moments: f64,
     /// Averaged weights.
     pub average: f64,
     /// Float32 gradients.
     pub gradients: f64,
-    /// The copy in bfloat16 that is computed with.
+    /// The bfloat16 copy used for computing.
     pub copy: f64,
-    /// The target's embedding and output projection, frozen, pruned rows included.
+    /// The target's embedding and lm_head, frozen, including rows copied for a reduced vocabulary.
     pub frozen: f64,
-    /// What the forward pass keeps, and the backward pass's temporaries, for the largest row.
+    /// Activations of the forward pass and temporaries of the backward pass, for the largest row.
     pub activations: f64,
-    /// Chunk of logits.
+    /// A chunk of logits.
     pub logits: f64,
-    /// With --colocate the target's layers.
+    /// With --colocate, the target's layers.
     pub target: f64,
-    /// With --colocate the target's pass over the largest row, which is over before the row is trained
-    /// on: activations and logits take its place.
+    /// With --colocate, the target's pass over the largest row; its memory is reused by activations
+    /// and logits when the row is trained.
     pub target_pass: f64,
-    /// Hidden states in flight and waiting, in the host's memory.
+    /// Hidden states in flight and waiting, in host memory.
     pub window: f64,
-    /// Rows made ready for the step, in the host's memory. The features of the row that is computed on
-    /// are activations.
+    /// Assembled rows in host memory. The features of the current row count as activations.
     pub ahead: f64,
-    /// What a step takes at its widest moment beyond all these, where its budget is known.
+    /// Peak of a step's tensors beyond all these, if its budget is known.
     pub widest: f64,
-    /// State that other ranks hold: the budget's step has it all.
+    /// Float32 state that other ranks hold, which the budget's step includes.
     #[serde(skip)]
     elsewhere: f64,
     /// Program and libraries.
@@ -69,7 +68,7 @@ impl Memory {
         state + self.frozen + self.target + self.process
     }
 
-    /// Sum of the parts that are where the rank computes: with a `gpu` some are elsewhere.
+    /// Sum of the parts on the rank's device; with a `gpu`, without those on the host.
     pub fn total(&self, gpu: bool) -> f64 {
         let state = self.master_weights + self.moments + self.average + self.gradients + self.copy;
         let hidden_states = if gpu { 0.0 } else { self.window + self.ahead };
@@ -77,7 +76,7 @@ impl Memory {
         state + self.frozen + self.target + turns + self.widest + hidden_states + self.process
     }
 
-    /// Counts what a step's tensors, and the target's layers beside them, take beyond the parts.
+    /// Adds the excess of a step's peak tensor memory, plus the target's layers, over the parts.
     pub(super) fn count_widest(&mut self, tensors: f64) {
         let own = tensors - self.elsewhere + self.target + self.process;
         self.widest = (own - self.total(true)).max(0.0);
@@ -107,9 +106,9 @@ pub(super) fn memory(
     let own_head = if target.is_tied() { 0.0 } else { matrix };
     let pruned = vocab_size.map_or(0.0, |rows| rows as f64 * draft.hidden_size as f64);
     let head_rows = vocab_size.map_or(target.vocab_size as f64, |rows| rows as f64);
-    // Slots are taken one at a time where a chunk holds less than one.
+    // A chunk holds at least one slot, even if that exceeds its size.
     let copies = if settings.objective.needs_target_distribution() { 6.0 } else { 1.0 };
-    // of a GPU of any size: no default is larger
+    // assumes a GPU of unlimited memory: no default is larger
     let free = gpu.then_some(u64::MAX);
     let logits = (settings.objective.chunk_bytes(free) as f64).max(head_rows * 4.0 * copies);
     Memory {
@@ -120,11 +119,11 @@ pub(super) fn memory(
         copy: if bf16 { 2.0 * elements } else { 0.0 },
         frozen: matrix + own_head + pruned * width,
         activations: activations(draft, row, (width, settings.compute.recompute), gpu),
-        // the product comes in the computation's kind before it is widened
+        // the matmul's result has the computation's type before it is widened
         logits: logits * (1.0 + if bf16 { 0.5 } else { 0.0 }),
         target: colocated.as_ref().map_or(0.0, Colocated::weights),
         target_pass: colocated.as_ref().map_or(0.0, |target| target.pass(row.tokens, row.longest)),
-        // With a target beside the draft nothing is fetched, and nothing made ready ahead.
+        // With --colocate nothing is fetched or assembled ahead.
         window: if colocated.is_some() { 0.0 } else { window(planned, draft) },
         ahead: if colocated.is_some() { 0.0 } else { ahead(planned, draft, (row, width)) },
         widest: 0.0,
@@ -140,9 +139,9 @@ fn window(planned: &Planned<'_>, draft: &DraftConfig) -> f64 {
     (settings.hidden_states.window_bytes() as f64).max(tokens * planned.token_bytes(draft))
 }
 
-/// Bytes of the buffers that rows are made ready in: as bfloat16 in page-locked memory, whose sizes are
-/// powers of two, or as they are computed with, an eighth larger than the row and less the one that is
-/// computed on.
+/// Bytes of the buffers for assembled rows: for a GPU bfloat16 in page-locked memory, whose sizes
+/// are powers of two; on a CPU the computation's type, an eighth larger than the row, without the
+/// buffer of the current row.
 fn ahead(planned: &Planned<'_>, draft: &DraftConfig, (row, width): (&RowShape, f64)) -> f64 {
     let h = draft.hidden_size as f64;
     let last = if planned.settings.objective.needs_target_distribution() {
@@ -159,8 +158,8 @@ fn ahead(planned: &Planned<'_>, draft: &DraftConfig, (row, width): (&RowShape, f
     (buffers * 1.125 - 1.0) * features * width + buffers * 1.125 * beside
 }
 
-/// Bytes of the activations of a row, `width` bytes a number, of layers that keep only their inputs
-/// or all that their backward pass reads.
+/// Bytes of a row's activations, at `width` bytes per number, if layers keep only their inputs or
+/// everything that their backward pass reads.
 fn activations(
     draft: &DraftConfig,
     row: &RowShape,
@@ -173,22 +172,21 @@ fn activations(
     let kv_width = 2.0 * draft.kv_width() as f64;
     let layers = draft.layers.len() as f64;
     let (slots, context) = (row.slots, row.context_rows);
-    // Kept by each layer: its input, raw projections, attention's result, middle, gate and up.
+    // Kept per layer: input, raw projections, attention output, residual after it, gate and up.
     let kept_slot = 2.0 * h + 2.0 * q_width + kv_width + 2.0 * i;
     let layer = (slots * kept_slot + context * kv_width) * width + slots * heads * 4.0;
     let kept = if recompute { layers * slots * h * width + layer } else { layers * layer };
-    // The features of the next row are on a GPU already.
+    // On a GPU the features of the next row are already there.
     let next = if gpu { context * draft.aux_layers() as f64 * h * 2.0 } else { 0.0 };
-    // Features, their fusion before and after the norm, and the gradient of the latter.
+    // Features, their fusion before and after the norm, and the latter's gradient.
     let shared = context * (draft.aux_layers() as f64 + 3.0) * h * width;
-    // The last state, its norm and gradient, and the embeddings.
+    // The last hidden state, its norm and gradient, and the embeddings.
     let ends = slots * 4.0 * h * width;
-    // The widest moment of a layer's backward pass: the activated product, a norm, and gradients of
-    // the residual stream. Those of gate and up take the place of gate and up where our own kernels
-    // work, on a CPU in float32.
+    // The peak of a layer's backward pass: the activated product, a norm, and gradients of the
+    // residual stream. Our CPU kernels (float32) write the gradients of gate and up in place.
     let in_place = !gpu && width > 2.0;
     let transient = slots * (if in_place { i } else { 3.0 * i } + 4.0 * h) * width;
-    // Tables of sines and cosines, float32.
+    // Sine and cosine tables, float32.
     let tables = (slots + context) * draft.head_dim as f64 * 2.0 * 4.0;
     SLACK * (kept + shared + next + ends + transient + tables)
 }

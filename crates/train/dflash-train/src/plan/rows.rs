@@ -1,4 +1,4 @@
-//! The rows of an epoch, and what a sample of them is made of.
+//! The rows of an epoch, and means over a sample of them.
 
 use std::sync::Arc;
 
@@ -15,50 +15,50 @@ use crate::order::Packing;
 use crate::rows::{Samples, TargetSamples, pack};
 use crate::{Error, setup};
 
-/// Rows that are sampled, spread over the epoch.
+/// Number of sampled rows, spread over the epoch.
 const SAMPLED: usize = 32;
 
-/// What a packed row is made of, on average.
+/// Dimensions of a packed row, on average.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct RowShape {
     /// Tokens.
     pub tokens: f64,
-    /// Anchors, which are as many as blocks.
+    /// Anchors, equal to the number of blocks.
     pub anchors: f64,
     /// Slots of all blocks.
     pub slots: f64,
-    /// Context rows that some block sees.
+    /// Context rows visible to any block.
     pub context_rows: f64,
     /// Supervised slots.
     pub supervised: f64,
     /// Useful arithmetic, forward and backward.
     pub flops: f64,
-    /// Tokens of its longest document.
+    /// Tokens of the longest document.
     pub longest: f64,
-    /// With --colocate the target's arithmetic.
+    /// With --colocate, the target's arithmetic.
     pub target_flops: f64,
-    /// The arithmetic of a target that runs here or in our server: products, up to the highest auxiliary layer.
+    /// Matmul arithmetic of a target that we run, up to the highest auxiliary layer.
     pub target_products: f64,
-    /// The same of its attention.
+    /// The same for its attention.
     pub target_attention: f64,
 }
 
-/// An epoch's size, and its rows' shapes.
+/// An epoch's size and its rows' dimensions.
 #[derive(Debug)]
 pub(super) struct Epoch {
     pub(super) documents: usize,
     pub(super) tokens: u64,
     pub(super) rows: u64,
     pub(super) mean: RowShape,
-    /// The sampled row with the most slots: memory has to hold it.
+    /// The sampled row with the most slots, which must fit into memory.
     pub(super) largest: RowShape,
-    /// That row.
+    /// That row's tokens.
     pub(super) row: PackedRow,
     /// How its blocks are made.
     pub(super) blocks: BlockMaker,
 }
 
-/// Documents of one length, all supervised.
+/// Documents of equal length, fully supervised.
 struct Alike(usize);
 
 impl Samples for Alike {
@@ -83,7 +83,7 @@ impl Epoch {
         let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
         let blocks = BlockMaker {
             anchors: setup::anchors(&planned.settings.rows),
-            // which tokens a pruned one lacks is not known yet
+            // which tokens a reduced one lacks is not known yet
             vocabulary: None,
             head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
             target_distribution: planned.settings.objective.needs_target_distribution(),
@@ -122,7 +122,7 @@ impl Epoch {
     }
 }
 
-/// The samples and their lengths. Described documents go before a dataset, which a run file may name.
+/// The samples and their lengths. Described documents override a run file's dataset.
 fn open(
     settings: &PlanSettings,
     embedding_rows: i64,

@@ -1,4 +1,4 @@
-//! A plan as a table for people.
+//! Formats a plan as a table.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -91,8 +91,8 @@ impl Plan {
             let gpus = range(few as f64, Some(many as f64), decimals(0));
             writeln!(
                 f,
-                "servers     {:.1} TFLOP a row for the target, {seconds} s of one such GPU: {each} beside each \
-                 trainer, {gpus} in all",
+                "servers     {:.1} TFLOP per row for the target, {seconds} s on one such GPU: {each} GPUs per \
+                 trainer, {gpus} in total",
                 servers.row_tflop
             )?;
         }
@@ -121,7 +121,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What the weights take where a hidden-server has them.
+    /// Memory of the weights in a hidden-state server.
     fn server(&self) -> Option<String> {
         let gb: Vec<String> =
             self.server_bytes.iter().map(|bytes| format!("{:.2}", bytes / 1e9)).collect();
@@ -134,9 +134,9 @@ impl Plan {
         };
         let by_heads = match parts {
             1 => String::new(),
-            parts => format!(", heads in {parts} parts"),
+            parts => format!(", heads split {parts} ways"),
         };
-        Some(format!("{weights} of the target's weights a process{by_heads}"))
+        Some(format!("{weights} of the target's weights per process{by_heads}"))
     }
 
     fn parts(&self) -> Vec<(&'static str, f64)> {
@@ -155,21 +155,21 @@ impl Plan {
             ("activations of the largest row", memory.activations),
             ("chunk of logits", memory.logits),
         ]);
-        parts.extend(colocated.then_some(("or, in turns, target's pass", memory.target_pass)));
+        parts.extend(colocated.then_some(("or target's pass, if larger", memory.target_pass)));
         parts.extend(
-            (memory.widest > 0.0).then_some(("more at a step's widest moment", memory.widest)),
+            (memory.widest > 0.0).then_some(("additional peak within a step", memory.widest)),
         );
         parts.extend([
             ("window of hidden states, on the host", memory.window),
-            ("rows made ready, on the host", memory.ahead),
+            ("assembled rows, on the host", memory.ahead),
             ("program and libraries", memory.process),
-            ("in all", self.total_bytes),
+            ("total", self.total_bytes),
         ]);
         parts
     }
 }
 
-/// One figure, or two where a second one differs as it is printed.
+/// One figure, or a range if the second prints differently.
 fn range(best: f64, slow: Option<f64>, print: impl Fn(f64) -> String) -> String {
     let (best, slow) = (print(best), slow.map(print));
     match slow.filter(|slow| *slow != best) {

@@ -1,4 +1,4 @@
-//! One optimizer step on a fake CUDA device: the code that training runs there, on tensors without data.
+//! Runs one optimizer step on a fake CUDA device: training's own code on tensors without data.
 
 use dflash_data::PackedRow;
 use dflash_dist::Single;
@@ -20,14 +20,14 @@ use crate::trainer::{StepSums, Trainer};
 use crate::vote::Vote;
 
 const GPU: Device = Device::Cuda(0);
-/// Any will do.
+/// Any rate will do.
 const RATE: f64 = 6e-4;
 
-/// A step to be computed: how a rank trains, and the row that it trains on.
+/// The step to run: how a rank trains, and on which row.
 #[derive(Clone, Debug)]
 pub(crate) struct StepShape<'a> {
     pub(crate) draft: &'a DraftConfig,
-    /// Of weights and activations.
+    /// Type of weights and activations.
     pub(crate) kind: Kind,
     /// Whether the target's lm_head is its embedding.
     pub(crate) tied: bool,
@@ -36,12 +36,12 @@ pub(crate) struct StepShape<'a> {
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) keep: Keep,
     pub(crate) row: &'a PackedRow,
-    /// Rows of a step; all are taken to be `row`.
+    /// Rows per step; all are assumed to be `row`.
     pub(crate) micro_batches: usize,
 }
 
 impl StepShape<'_> {
-    /// What the step asks of the GPU. The peak of its memory counts weights and state as well.
+    /// The work that the step asks of the GPU. The memory peak includes weights and state.
     pub(crate) fn record(&self) -> Result<Record, Error> {
         let run = || tch::no_grad(|| self.run());
         let (done, record) = trace::on_fake_cuda(run)?;
@@ -89,7 +89,7 @@ impl StepShape<'_> {
         TargetIo::plain(embedding_vh, lm_head_vh, (&norm_h, self.draft.rms_norm_eps))
     }
 
-    /// As [`BatchMaker::make`], but that the row was not made ready by another thread.
+    /// As [`BatchMaker::make`], but for a row that no other thread assembled.
     fn batch(&self, trainer: &Trainer) -> Batch {
         let _part = trace::part("rows");
         let Trainer { draft, batches, .. } = trainer;
@@ -105,7 +105,7 @@ impl StepShape<'_> {
         batch
     }
 
-    /// Hidden states of `aux_layers` layers that were copied from pinned memory.
+    /// Hidden states of `aux_layers` layers, copied from pinned memory.
     fn states(&self, rows: i64, aux_layers: i64) -> Tensor {
         let width = aux_layers * self.draft.hidden_size;
         let host = Tensor::empty([rows, width], (self.kind, Device::Cpu));

@@ -1,4 +1,4 @@
-//! What a target in the trainer's process adds to a plan (`--colocate`).
+//! Requirements of a target in the trainer's process (`--colocate`).
 
 use dflash_data::PackedRow;
 use dflash_draft::DraftConfig;
@@ -8,24 +8,24 @@ use dflash_target::{PrefillFlops, TargetConfig};
 use super::Planned;
 use super::memory::SLACK;
 
-/// The target beside the draft.
+/// The target next to the draft.
 pub(super) struct Colocated<'a> {
     config: &'a TargetConfig,
     settings: &'a HiddenStatesSettings,
-    /// Layers that run: those up to the highest auxiliary layer.
+    /// Number of layers that run: up to the highest auxiliary layer.
     layers: usize,
     aux_layers: f64,
-    /// Bytes of its numbers, and of the draft's.
+    /// Bytes per number of the target and of the draft.
     widths: (f64, f64),
 }
 
 impl<'a> Colocated<'a> {
-    /// `None` where hidden states come from elsewhere.
+    /// `None` if hidden states come from elsewhere.
     pub(super) fn of(planned: &'a Planned<'_>, draft: &DraftConfig) -> Option<Self> {
         Self::native(planned, draft).filter(|target| target.settings.colocate)
     }
 
-    /// The target of this run, wherever our code runs it; `None` where another engine does.
+    /// The run's target, wherever our code runs it; `None` if another engine does.
     pub(super) fn native(planned: &'a Planned<'_>, draft: &DraftConfig) -> Option<Self> {
         let settings = &planned.settings.hidden_states;
         let target = planned.native.as_ref()?;
@@ -51,8 +51,8 @@ impl<'a> Colocated<'a> {
         (self.config.stored_elements(self.layers) + embedding) * own
     }
 
-    /// Bytes of a pass over a row, whose longest document has `longest` tokens: the widest moment of a
-    /// layer, what a batch captures, and the states of the whole row.
+    /// Bytes of a pass over a row, whose longest document has `longest` tokens: a layer's peak, the
+    /// captured states of a batch, and the states of the whole row.
     pub(super) fn pass(&self, tokens: f64, longest: f64) -> f64 {
         let batch = (self.settings.target_batch_tokens as f64).max(longest).min(tokens);
         let h = self.config.hidden_size as f64;
@@ -67,7 +67,7 @@ impl<'a> Colocated<'a> {
     }
 }
 
-/// Bytes of a number of `dtype`.
+/// Bytes per number of `dtype`.
 pub(super) fn width(dtype: Dtype, gpu: bool) -> f64 {
     let bf16 = match dtype {
         Dtype::Auto => gpu,

@@ -1,4 +1,4 @@
-//! The thread and its buffers, on rows and copies whose pace a test sets.
+//! Tests the thread and its buffers with rows and copies whose pace is controlled.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicUsize;
@@ -14,21 +14,21 @@ use tch::{Device, Kind};
 use super::*;
 use crate::assembly::tests::{assembler, loaded};
 
-/// Long enough to see that nothing more happens.
+/// Long enough to see that nothing else happens.
 const WHILE: Duration = Duration::from_millis(100);
 
-/// Copies beside the computation, as a GPU's do: each begins after a delay and fills other memory.
+/// Overlapping copies, like a GPU's: each starts after a delay and fills other memory.
 #[derive(Clone, Default)]
 pub(crate) struct SlowCopies {
     pub(crate) delay: Duration,
     pub(crate) buffers: Arc<AtomicUsize>,
     pub(crate) shipped: Arc<AtomicUsize>,
     pub(crate) arrived: Arc<AtomicUsize>,
-    /// Refuses buffers from this one on, counted from 1, as an allocator does.
+    /// Number of the buffer (from 1) from which allocation fails.
     pub(crate) refuses_from: Option<usize>,
 }
 
-/// Whether a copy is over.
+/// Whether a copy has finished.
 #[derive(Clone, Default)]
 struct Done(Arc<(Mutex<bool>, Condvar)>);
 
@@ -75,15 +75,15 @@ impl Upload for SlowCopies {
     }
 }
 
-/// What a source does when it is asked for a row.
+/// What a source does when a row is requested.
 #[derive(Clone, Copy)]
 enum Act {
     Row,
-    /// A row without a slot to learn from.
+    /// A row without a supervised slot.
     Empty,
     Fail,
     Panic(&'static str),
-    /// Waits until it is closed.
+    /// Blocks until closed.
     Hang,
 }
 
@@ -120,7 +120,7 @@ impl Rows for Script {
     }
 }
 
-/// Rows ahead, and how often their source was asked.
+/// Starts a prefetcher; also returns the number of requests to its source.
 fn start(acts: &[Act], upload: Box<dyn Upload>) -> (Prefetcher, Arc<AtomicUsize>) {
     let asked = Arc::new(AtomicUsize::new(0));
     let (acts, closer) = (acts.iter().copied().collect(), Arc::default());
@@ -136,7 +136,7 @@ fn taken(prefetcher: &mut Prefetcher) -> TrainedRow {
     prefetcher.next().unwrap().unwrap().trained.unwrap()
 }
 
-/// A row's bytes as the computation sees them, without those between its parts.
+/// A row's tensors as the computation sees them, without padding.
 fn seen(row: &TrainedRow) -> Vec<Tensor> {
     let RowTensors::Written { layout, lease } = &row.tensors else { panic!("{row:?}") };
     let bytes_t = lease.tensor().unwrap();
@@ -177,7 +177,7 @@ fn rows_are_the_same_through_three_buffers_however_slow_copies_are() {
         }
         assert_eq!(slow.shipped.load(Ordering::SeqCst), 20);
         let buffers = slow.buffers.load(Ordering::SeqCst);
-        // Rows differ in the anchors that they draw, so that a buffer may have to grow once more.
+        // Rows draw different anchors, so a buffer may have to grow once more.
         assert!((BUFFERS..=3 * BUFFERS).contains(&buffers), "{buffers} buffers were made");
     }
 }
@@ -186,12 +186,12 @@ fn rows_are_the_same_through_three_buffers_however_slow_copies_are() {
 fn the_next_row_is_brought_while_one_is_computed_on_and_no_more_than_that() {
     let slow = SlowCopies { delay: Duration::from_millis(5), ..SlowCopies::default() };
     let (mut prefetcher, asked) = start(&[Act::Row; 8], Box::new(slow.clone()));
-    // Before the first row is wanted, it is on its way and the second is written.
+    // Before the first row is requested, it is being copied and the second is written.
     stays(&slow.shipped, 1);
     stays(&asked, 2);
     let mut row = taken(&mut prefetcher);
     for number in 0..5 {
-        // While `row` is held the next one arrives, and the one behind it is written.
+        // While `row` is held, the next one is copied and the one after it written.
         stays(&slow.arrived, number + 2);
         stays(&asked, number + 3);
         assert_eq!(seen(&row), expected(number));
@@ -212,7 +212,7 @@ fn a_buffer_is_not_written_while_its_row_is_held() {
     drop(second);
     stays(&asked, BUFFERS + 1);
     assert_eq!((seen(&first), seen(&third)), (expected(0), expected(2)));
-    // Nobody waits for the thread, which waits for a buffer.
+    // Dropping does not wait for the thread, which waits for a buffer.
     drop(prefetcher);
 }
 
@@ -254,7 +254,7 @@ fn a_panic_in_the_thread_is_an_error_of_its_row() {
     let error = prefetcher.next().unwrap_err().to_string();
     assert!(error.contains("a bug in dflash: an index is out of bounds"), "{error}");
     assert!(prefetcher.next().unwrap().is_none());
-    // What an allocator says is an error that the step knows how to answer.
+    // The allocator's message becomes an error that the step handles.
     let (mut prefetcher, _) = start(&acts("DefaultCPUAllocator: can't allocate memory"), plain());
     drop(taken(&mut prefetcher));
     let error = prefetcher.next().unwrap_err();

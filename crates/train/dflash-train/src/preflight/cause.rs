@@ -1,35 +1,35 @@
-//! Why a source's states are not what the run takes them for, by name, with the remedy.
+//! Why a source's states are not those that the run expects, with the remedy.
 
-/// The reading of the states that fits, or what else is wrong.
+/// The interpretation of the states that fits, or another defect.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Cause {
-    /// They come behind the final norm, and the source reports nothing that proves it.
+    /// The states are after the final norm, and no log-probabilities verify that.
     Normed,
-    /// The source multiplies by 1 + w where the head has w (1), or the other way round (-1).
+    /// The source's norm uses weight 1 + w where the head uses w (1), or the reverse (-1).
     NormWeight(i8),
-    /// The source projects with the embedding.
+    /// The source uses the embedding as its lm_head.
     Tied,
-    /// The source's logits are so many times the head's.
+    /// Ratio of the source's logits to the head's.
     LogitScale(f64),
-    /// The source caps its logits at that, or not at all.
+    /// Soft cap of the source's logits; `None` if it applies none.
     Capped(Option<f64>),
-    /// The last states are those that are taken for this layer's.
+    /// The last states are those labelled as this layer.
     LastIs(u32),
-    /// The states of a position are at the position after it (1) or before it (-1).
+    /// States are shifted by one position: towards the end (1) or the beginning (-1).
     Shifted(i64),
-    /// The last states are like those of the target's last layer, and not those.
+    /// The last states come from an earlier layer than the target's last.
     EarlierLayer { last: u32, correlation: f64 },
-    /// The states of layer 0 are so many times the embedding.
+    /// Ratio of the states of layer 0 to the embedding.
     EmbeddingScale(f64),
-    /// What is taken for this layer is the embedding's output.
+    /// The states labelled as this layer are the embedding's output.
     EmbeddingIs(u32),
     /// The states of layer 0 are not the embedding's output.
     OtherEmbedding { apart: f64 },
-    /// The source knows a token that the target does not.
+    /// The source has a token that the target lacks.
     Vocabulary { token: i64, rows: i64 },
-    /// The source reads a token otherwise.
+    /// The source's tokenizer decodes a token differently.
     Tokenizer { token: i64, theirs: String, ours: String },
-    /// No reading fits.
+    /// No interpretation fits.
     Unknown(String),
 }
 

@@ -1,22 +1,22 @@
-//! How far log-probabilities of logits are from those that a source reports, and what scale brings
-//! them together.
+//! Compares log-probabilities computed from logits with those that a source reports, and finds the
+//! scale that matches them.
 
 use dflash_hidden_states::{Dtype, LogProbability};
 use dflash_run::Agreement;
 use tch::{Kind, Tensor};
 
 /// Root mean square of the differences that rounding explains, in units in the last place of the
-/// largest logit: each side rounds its logits by half a unit at most, and what it rounds before comes
-/// on top. Models in bfloat16 showed up to 0.45 units, other weights 1.6 and more (LOG.md).
+/// largest logit: each side rounds its logits by at most half a unit, plus earlier roundings.
+/// Models in bfloat16 showed up to 0.45 units, wrong weights 1.6 and more (LOG.md).
 const UNITS: f64 = 1.5;
-/// Scales of logits that are looked at: 1/64 to 64.
+/// Natural logarithm of the largest logit scale searched: 1/64 to 64.
 const WIDEST: f64 = 4.2;
 const STEPS: usize = 60;
 
-/// The log-probabilities that a source reports, as places in the rows of a sample.
+/// The log-probabilities that a source reports, as positions in a sample.
 #[derive(Debug)]
 pub(super) struct Reported {
-    /// Row of the state before the token.
+    /// Row of the state preceding the token.
     rows_n: Tensor,
     tokens_n: Tensor,
     values_n: Tensor,
@@ -37,7 +37,7 @@ impl Reported {
         }
     }
 
-    /// Without the ends of a sample of so many `tokens`, where rows that are shifted have no neighbour.
+    /// Without those at the ends of a sample of `tokens`, where shifted rows have no neighbour.
     pub(super) fn inner(reported: &[LogProbability], tokens: usize) -> Self {
         let is_inner = |of: &&LogProbability| (2..tokens).contains(&of.position);
         Self::new(&reported.iter().filter(is_inner).cloned().collect::<Vec<_>>())
@@ -47,7 +47,7 @@ impl Reported {
         self.rows_n.size()[0] as usize
     }
 
-    /// Ours of `logits_tv`, in float32 on the host.
+    /// Log-probabilities from `logits_tv` at the reported positions, float32 on the host.
     fn ours(&self, logits_tv: &Tensor) -> Tensor {
         let device = logits_tv.device();
         let all_tv = logits_tv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
@@ -57,7 +57,7 @@ impl Reported {
         ours_n.to_device(tch::Device::Cpu)
     }
 
-    /// How `logits_tv` agree with what is reported of a model whose states are of `dtype`.
+    /// Agreement of `logits_tv` with the reported values, for states of type `dtype`.
     pub(super) fn agreement(&self, logits_tv: &Tensor, dtype: Dtype) -> Agreement {
         let gaps_n = self.ours(logits_tv) - &self.values_n;
         let largest_logit = logits_tv.abs().max().to_kind(Kind::Double).double_value(&[]);
@@ -69,8 +69,8 @@ impl Reported {
         }
     }
 
-    /// The factor of `logits_tv` with which they come nearest: by a search in the logarithm, where the
-    /// distance has one lowest point.
+    /// The scale of `logits_tv` that best matches the reported values: a ternary search over its
+    /// logarithm, in which the distance has a single minimum.
     pub(super) fn best_scale(&self, logits_tv: &Tensor) -> f64 {
         let logits_tv = logits_tv.to_kind(Kind::Float);
         let apart =
@@ -90,7 +90,7 @@ impl Reported {
         (0.5 * (low + high)).exp()
     }
 
-    /// Correlation of ours of `logits_tv` with what is reported.
+    /// Correlation of the log-probabilities from `logits_tv` with the reported ones.
     pub(super) fn correlation(&self, logits_tv: &Tensor) -> f64 {
         let centred = |x_n: Tensor| {
             let x_n = x_n.to_kind(Kind::Double);
@@ -110,14 +110,14 @@ fn root_mean_square(x_n: &Tensor) -> f64 {
     (x_n * x_n).mean(Kind::Double).double_value(&[]).sqrt()
 }
 
-/// What rounding explains for logits up to `largest` in magnitude.
+/// Difference that rounding explains for logits of magnitude up to `largest`.
 fn bound(largest: f64, dtype: Dtype) -> f64 {
-    // Bits behind the leading one: bfloat16's, and TensorFloat-32's, in which GPUs multiply float32.
+    // Mantissa bits: bfloat16's, and those of TensorFloat-32, which GPUs use for float32 matmuls.
     let bits = if dtype == Dtype::Bf16 { 7.0 } else { 10.0 };
     UNITS * (largest.max(1.0).log2().floor() - bits).exp2()
 }
 
-/// Loss in nats a token of the tokens behind the rows of `logits_tv`.
+/// Mean loss in nats per token of predicting each next token from `logits_tv`.
 pub(super) fn loss(logits_tv: &Tensor, input_ids: &[i64]) -> f64 {
     let last = input_ids.len() as i64 - 1;
     let labels_t = Tensor::from_slice(&input_ids[1..]).to_device(logits_tv.device());

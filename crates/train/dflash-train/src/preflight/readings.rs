@@ -1,4 +1,4 @@
-//! A sample's states read as the run takes them, and in every other way that servers are known to mean.
+//! Tries the run's interpretation of a sample's states, and the wrong ones known from servers.
 
 use dflash_hidden_states::{Dtype, HiddenStates, Probe};
 use dflash_run::Agreement;
@@ -8,46 +8,48 @@ use tch::{Device, Kind, Tensor};
 use super::cause::Cause;
 use super::fit::{Reported, agrees, loss};
 
-/// Nats a token below guessing from which on a target has learnt something: chance on a sample of some
-/// dozens of tokens does not come so far.
+/// A target counts as trained if its loss is this many nats per token below uniform guessing; on a
+/// few dozen tokens chance does not get that far.
 pub(super) const LEARNT: f64 = 1.0;
-/// Nats a token, and share of the loss, by which another reading must be better to be the right one:
-/// models are too sure of themselves, and flatter logits are better by some tenths.
+/// Margins, in nats per token and as a share of the loss, by which another interpretation must be
+/// better to be accepted: models are overconfident, so flatter logits alone improve the loss by
+/// some tenths.
 const BETTER: f64 = 1.0;
 const BETTER_SHARE: f64 = 0.25;
-/// Of its size that an embedding's output may be off: half a unit of bfloat16 is 0.004.
+/// Tolerance, as a share, for the embedding's output: half a unit of bfloat16 is 0.004.
 const SAME: f64 = 0.01;
-/// A factor nearer to one is rounding.
+/// A scale closer to one than this is rounding.
 const ONE: f64 = 0.02;
-/// Caps that models have: Gemma's, Grok's, nanochat's.
+/// Soft caps of known models: Gemma's, Grok's, nanochat's.
 const CAPS: [f64; 4] = [30.0, 50.0, 15.0, 20.0];
-/// Correlation from which on log-probabilities are of a kind.
+/// Minimum correlation of log-probabilities from related states.
 const ALIKE: f64 = 0.5;
 
 /// The states of one probe.
 pub(super) struct Sample<'a> {
     probe: &'a Probe,
     head: &'a TargetIo,
-    /// The last layer, whose states give the target's logits; `None` where those of no server do.
+    /// The layer whose states give the target's logits; `None` if no server provides one.
     last: Option<u32>,
     reported: Reported,
-    /// Without the ends.
+    /// The reported values without those at the ends.
     inner: Reported,
 }
 
-/// What a sample says of its source.
+/// Result for a sample.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// The reported log-probabilities are the target's, of states behind the final norm or before it.
+    /// The reported log-probabilities are the target's, for states after (`normed`) or before the
+    /// norm.
     Agrees { normed: bool, agreement: Agreement },
-    /// Nothing is reported; the loss on the sample, nats a token, which no other reading makes much
-    /// better.
+    /// Nothing is reported; the loss in nats per token, which no other interpretation much
+    /// improves.
     Loss(f64),
-    /// There are no last states, or not finite ones.
+    /// The last states are missing or not finite.
     Nothing,
 }
 
-/// Another reading: what it is, and its logits.
+/// Another interpretation, with a function that computes its logits.
 type Reading<'a> = (Cause, Box<dyn Fn() -> Tensor + 'a>);
 
 impl<'a> Sample<'a> {
@@ -62,8 +64,8 @@ impl<'a> Sample<'a> {
         Self { probe, head, last, reported: Reported::new(&known), inner }
     }
 
-    /// Layers verified by content: the embedding's output if [`Self::check_embedding`] found no
-    /// fault, the last layer if log-probabilities agree.
+    /// Layers verified by content: the embedding's output if [`Self::check_embedding`] succeeded,
+    /// and the last layer if log-probabilities agree.
     pub(super) fn proved(&self, agrees: bool) -> Vec<u32> {
         let has = |id: u32| self.probe.states.layer_ids.contains(&id);
         let last = self.last.filter(|_| agrees);
@@ -96,7 +98,7 @@ impl<'a> Sample<'a> {
     }
 
     /// # Errors
-    /// The cause, where the states are not what the run takes them for.
+    /// The cause, if the states are not those that the run expects.
     pub(super) fn read(&self) -> Result<Found, Cause> {
         let rows = self.head.lm_head_vh.size()[0];
         let reported = self.probe.log_probabilities.iter();
@@ -144,15 +146,16 @@ impl<'a> Sample<'a> {
         )))
     }
 
-    /// Without log-probabilities: a target that has learnt something has a loss below guessing, and the
-    /// wrong reading of its states a much higher one. Of an untrained target nothing can be told.
+    /// Checks by loss, without log-probabilities: a trained target has a loss below uniform
+    /// guessing, and a wrong interpretation of its states a much higher one. For an untrained
+    /// target nothing can be decided.
     fn read_by_loss(&self, last: u32, own_tv: &Tensor) -> Result<Found, Cause> {
         let input_ids = &self.probe.input_ids;
         let guess = (self.head.lm_head_vh.size()[0] as f64).ln();
         let own = loss(own_tv, input_ids);
         let others = self.readings(last, own_tv).into_iter();
-        // Who says which layers its states are of has not mixed them up: a text may be such that an earlier
-        // layer guesses it better.
+        // A source that names its layers has not confused them, and an earlier layer may happen to
+        // predict a text better.
         let is_ruled_out =
             |cause: &Cause| self.probe.says_layers && matches!(cause, Cause::LastIs(_));
         let others = others.filter(|(cause, _)| !is_ruled_out(cause));
@@ -160,7 +163,7 @@ impl<'a> Sample<'a> {
         let best =
             others.filter(|(other, _)| other.is_finite()).min_by(|(a, _), (b, _)| a.total_cmp(b));
         match best {
-            // A row that is not finite is left to the steps, which count it.
+            // Steps discard and count non-finite rows.
             Some((other, cause))
                 if own.is_finite()
                     && other < guess - LEARNT
@@ -173,7 +176,7 @@ impl<'a> Sample<'a> {
         }
     }
 
-    /// All readings but that of the run, the likeliest first.
+    /// All other interpretations, most likely first.
     fn readings<'b>(&'b self, id: u32, own_tv: &'b Tensor) -> Vec<Reading<'b>> {
         let head = self.head;
         let last = move || self.native(id);
@@ -192,7 +195,7 @@ impl<'a> Sample<'a> {
             readings.push((Cause::LastIs(id), Box::new(move || head.logits(&self.native(id)))));
         }
         for by in [1, -1] {
-            // What comes to the ends is left out.
+            // The wrapped-around ends are excluded from the comparison.
             let shifted = move || own_tv.roll([-by], [0]);
             readings.push((Cause::Shifted(by), Box::new(shifted)));
         }
@@ -221,7 +224,7 @@ impl<'a> Sample<'a> {
         self.probe.states.dtype
     }
 
-    /// The states [T, H] of a layer in float32.
+    /// The states of a layer in float32, [T, H].
     fn states(&self, id: u32) -> Tensor {
         rows_of(&self.probe.states, id).to_device(self.device())
     }
@@ -232,7 +235,7 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// The rows [T, H] of a layer in float32 on the host.
+/// The states of a layer in float32 on the host, [T, H].
 fn rows_of(states: &HiddenStates, id: u32) -> Tensor {
     let (tokens, hidden) = (states.tokens, states.hidden_size);
     let mut bytes = vec![0; tokens * hidden * 4];
@@ -245,7 +248,7 @@ fn size_of(x: &Tensor) -> f64 {
     x.sum(Kind::Double).double_value(&[])
 }
 
-/// Size of the difference, of that of `b`.
+/// Norm of the difference relative to the norm of `b`.
 fn apart(a: &Tensor, b: &Tensor) -> f64 {
     let difference = a - b;
     (size_of(&(&difference * &difference)) / size_of(&(b * b)).max(1e-30)).sqrt()

@@ -1,4 +1,4 @@
-//! Samples of a made-up head whose states and log-probabilities are wrong in one way each.
+//! Samples of a synthetic head whose states or log-probabilities have one defect each.
 
 use dflash_hidden_states::{Dtype, HiddenStates, LogProbability, Probe};
 use dflash_target::TargetIo;
@@ -12,13 +12,13 @@ const ROWS: i64 = 40;
 const TOKENS: i64 = 32;
 const LAST: u32 = 4;
 
-/// A source of three layers, the embedding's output among them; what is wrong is changed.
+/// A source of three layers, including the embedding's output; tests change it.
 struct Source {
     head: TargetIo,
-    /// [T, H] of each layer of [`Self::layer_ids`].
+    /// [T, H] for each of [`Self::layer_ids`].
     states: Vec<Tensor>,
     layer_ids: Vec<u32>,
-    /// What the source takes its log-probabilities of [T, V]; `None`: it reports none.
+    /// The logits [T, V] behind the reported log-probabilities; `None` if it reports none.
     logits_tv: Option<Tensor>,
     input_ids: Vec<i64>,
     says_layers: bool,
@@ -45,7 +45,7 @@ impl Source {
         Self { head, states, layer_ids, logits_tv, input_ids, says_layers: false }
     }
 
-    /// A source of a target that has learnt its sample: the likeliest token is the next.
+    /// A source whose target has learnt the sample: the most likely token is the next one.
     fn learnt() -> Self {
         let mut source = Self::new();
         let logits_tv = source.logits_tv.take().unwrap();
@@ -82,7 +82,7 @@ impl Source {
         }
     }
 
-    /// As vLLM reports them: of the token that comes, and of the likeliest.
+    /// In vLLM's form: of the actual token, and of the most likely one.
     fn reported(&self) -> Vec<LogProbability> {
         let Some(logits_tv) = &self.logits_tv else { return Vec::new() };
         let all_tv = logits_tv.log_softmax(-1, Kind::Float);
@@ -108,7 +108,7 @@ impl Source {
     }
 }
 
-/// Fails unless the source, wrong in the way of `change`, is refused for `cause`.
+/// Fails unless the source, after `change`, is refused for `cause`.
 fn check(cause: &str, change: impl FnOnce(&mut Source)) {
     let mut source = Source::new();
     change(&mut source);
@@ -186,7 +186,7 @@ fn every_cause_is_named() {
 
 #[test]
 fn states_a_position_late_are_named() {
-    // A token runs first, and its state is the first row.
+    // An extra token runs first, and its state is the first row.
     check("Shifted(1)", |source| {
         source.layer_ids = vec![3, LAST];
         let _ = source.states.remove(0);
@@ -229,8 +229,8 @@ fn a_sample_without_last_states_or_with_infinite_ones_says_nothing() {
     assert!(matches!(source.read().unwrap(), Found::Nothing));
 }
 
-/// The states taken for layer 3 guess the sample, and the last ones do not: as of a text of one word, which
-/// every earlier layer guesses better.
+/// The states labelled as layer 3 predict the sample, and the last ones do not: as with a text of
+/// one repeated word, which earlier layers predict better.
 fn guessed_by_an_earlier_layer(says_layers: bool) -> Result<Found, Cause> {
     let mut source = Source::learnt();
     source.states.swap(1, 2);
@@ -267,7 +267,7 @@ fn a_loss_that_speaks_against_a_source_needs_a_second_sample() {
     assert_eq!(asked.get(), 3);
 }
 
-/// Samples of so many different tokens, by their numbers.
+/// Samples with the given numbers of different tokens.
 struct Varied([i64; 4]);
 
 impl crate::rows::Samples for Varied {

@@ -1,4 +1,4 @@
-//! Steps that are not finite, states that are ruined, and what to do then.
+//! Handles non-finite steps and ruined states.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use crate::metrics::Meter;
 use crate::readback::StepOutcome;
 use crate::trainer::Effect;
 
-/// Muon's default beside it.
+/// Default Muon learning rate.
 const USUAL_MUON_RATE: f64 = 10.0 * USUAL_RATE;
 
 impl Worker<'_, '_> {
-    /// Looks at what `step` says of the run's health.
+    /// Updates the run's health with the outcome of `step`.
     pub(super) fn watch(&mut self, step: u64, outcome: &StepOutcome, meter: &Meter) {
         match outcome.effect {
             Effect::Moved => {
@@ -45,7 +45,7 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// Makes sure that nobody resumes the checkpoint of step `saved`, after which the loss exploded.
+    /// Bars the checkpoint of step `saved`, after which the loss exploded, from being resumed.
     fn condemn(&self, saved: u64, loss: f64, meter: &Meter) {
         if self.save_path.is_none() {
             return;
@@ -59,7 +59,7 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// The weights of all ranks.
+    /// The worst condition of the weights over all ranks.
     pub(super) fn weights(&self) -> Result<Weights, Error> {
         let own = Weights::of(self.trainer.master_weights.soundness());
         let all = self.communicator.all_gather_bytes(&[own.to_byte()])?;
@@ -67,7 +67,7 @@ impl Worker<'_, '_> {
         Ok(all.map(|&byte| Weights::from_byte(byte)).max().unwrap_or(own))
     }
 
-    /// What is wrong with the present state, if something is.
+    /// The defect of the present state, if any.
     pub(super) fn ruin(&mut self, weights: Weights) -> Option<String> {
         let step = self.position.step;
         let now = (self.rate(step.saturating_sub(1)), step == self.total);
@@ -80,18 +80,18 @@ impl Worker<'_, '_> {
         judged.or_else(|| is_stuck.then(|| format!("{count} consecutive steps were not finite")))
     }
 
-    /// The last checkpoint that is worth something: one of this process, or the one it began with.
+    /// The step of the last usable checkpoint: of this process, or the one it resumed.
     pub(super) fn kept(&self) -> Option<u64> {
         let began_with = self.prepared.resume.as_ref().map(|checkpoint| checkpoint.step);
         self.health.last_good().or(began_with)
     }
 
-    /// Where the weights of this moment come from, if no step has moved them.
+    /// Description of where the present weights come from if no step has changed them.
     pub(super) fn origin(&self) -> String {
         self.kept().map_or_else(|| "the start".to_owned(), |step| format!("step {step}"))
     }
 
-    /// Says how many steps of this process were not finite.
+    /// Reports how many steps of this process were not finite.
     pub(super) fn sum_up_bad_steps(&self, meter: &Meter) {
         let (bad, last) = (self.health.bad, self.health.last_bad);
         let steps = self.position.step - self.begun_at;
@@ -102,7 +102,7 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// What the user can do about a run that has diverged: flags to add to the command.
+    /// Advice for a diverged run: flags to add to the command.
     pub(super) fn remedy(&self) -> String {
         let settings = &self.prepared.config.settings;
         let run = RunDir::at(&settings.save_path);
@@ -144,8 +144,8 @@ impl Worker<'_, '_> {
         )
     }
 
-    /// The checkpoint to go on from: the last good one, or, where this process got nowhere from it,
-    /// the one before.
+    /// The checkpoint to resume from: the last good one, or the one before if this process made no
+    /// progress from it.
     fn better_start(&self, there: &[Checkpoint]) -> Option<Checkpoint> {
         let last = self.health.last_good();
         let before = |step: u64| {
@@ -158,7 +158,7 @@ impl Worker<'_, '_> {
         earlier.or(known)
     }
 
-    /// Learning rates to try next, by their flags.
+    /// Lower learning rates to try, with their flags.
     fn lower_rates(&self) -> Vec<(&'static str, f64)> {
         let settings = &self.prepared.config.settings.optimizer;
         let muon = settings.muon_lr.map(|rate| ("muon-lr", lower(rate, USUAL_MUON_RATE)));
@@ -172,7 +172,7 @@ fn flags(rates: &[(&str, f64)]) -> String {
     flags.join(" ")
 }
 
-/// The usual rate, or a tenth of one that is not above it.
+/// The usual rate if `rate` exceeds it, otherwise a tenth of `rate`.
 fn lower(rate: f64, usual: f64) -> f64 {
     if rate > usual { usual } else { rate / 10.0 }
 }

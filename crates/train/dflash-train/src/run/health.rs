@@ -1,81 +1,81 @@
-//! Whether what a run has trained is worth keeping.
+//! Judges whether a run's state is worth keeping.
 //!
-//! A state is ruined when a number in it is not finite, when a weight is far beyond what any draft's
-//! weights are, or when the loss is far above that of guessing and above that of the run's beginning.
-//! The last shows only in the step after: a checkpoint is held to be good once the step after it was.
+//! A state is ruined if a number in it is not finite, if a weight is far larger than any draft's
+//! weights, or if the loss is far above uniform guessing and above the run's initial loss. The last
+//! shows only in the following step, so a checkpoint counts as good once the next step was good.
 //!
-//! A run that has had its chance and has not come down to what guessing has is ruined too, however high it
-//! began ([`Health::lost_chance`]).
+//! A run is also ruined if its loss has not come down to guessing after a fair chance, however high
+//! it started ([`Health::lost_chance`]).
 
 use dflash_draft::loss_of_guesses;
 use dflash_run::Position;
 
 use crate::prepared::Prepared;
 
-/// Weights of drafts, norms included, stay below a hundred.
+/// Weights of drafts, including norms, stay below a hundred.
 const LARGEST_WEIGHT: f64 = 1e3;
 
-/// A loss of this many times that of guessing is no fluctuation.
+/// Multiple of the guessing loss that is not a fluctuation.
 const ABOVE_GUESSING: f64 = 3.0;
 
-/// The loss of fresh weights is often above that (41 with the 4096 tokens of a small target, where
-/// guessing has 8): a run that has gone wrong is above its own beginning too.
+/// Multiple of the first loss that a ruined run must exceed too. Fresh weights often start far
+/// above guessing: 41 with the 4,096 tokens of a small target, where guessing gives 8.
 const ABOVE_FIRST: f64 = 1.5;
 
-/// Times the loss of guessing that the recent losses of a run that had its chance may have.
+/// Multiple of the guessing loss above which a run that had its chance has failed.
 const STILL_ABOVE: f64 = 1.5;
 
-/// Steps whose mean loss is compared with that of as many before: the mean of so many rows differs by one
-/// percent or so from the next.
+/// Number of steps whose mean loss is compared with that of as many before; such means fluctuate by
+/// about one percent.
 const RECENT: usize = 8;
 
-/// Losses that are remembered: two times as many.
+/// Number of losses remembered.
 const REMEMBERED: usize = 2 * RECENT;
 
-/// A run that rose so far above its first loss was thrown off, not slow to begin: the losses of fresh weights
-/// differ by a few percent from row to row.
+/// A rise above this multiple of the first loss means that the weights were thrown off, rather than
+/// a slow start: the initial loss varies by only a few percent from row to row.
 const THROWN_OFF: f64 = 1.2;
 
-/// The default of --lr, which the paper trained with: fresh weights come down to guessing in some dozens of steps
-/// at it, and a higher one is the first suspect.
+/// Default of --lr, the paper's learning rate, at which fresh weights reach the guessing loss
+/// within some dozens of steps. A higher one is the first suspect.
 pub(super) const USUAL_RATE: f64 = 6e-4;
 
-/// Steps after which every healthy run is below guessing, if their rates are the usual one on average; some
-/// dozens are enough.
+/// Steps after which every healthy run is below guessing, at the usual learning rate on average;
+/// some dozens suffice.
 const CHANCE: u32 = 100;
 
-/// The rates of those steps, added up: how far an optimizer may have moved a weight in them. A step with such a
-/// rate leaves nothing of fresh weights, whose deviation is a third of it.
+/// Sum of the learning rates of those steps, which bounds how far an optimizer moves a weight:
+/// three times the standard deviation of fresh weights.
 const FAR: f64 = CHANCE as f64 * USUAL_RATE;
 
-/// A loss that is not below this share of that of the steps before stands still. A healthy one falls by several
-/// percent in [`RECENT`] steps at a tenth of the usual rate.
+/// A mean loss above this share of the previous one counts as no progress. A healthy loss falls by
+/// several percent in [`RECENT`] steps even at a tenth of the usual learning rate.
 const STANDS_STILL: f64 = 0.99;
 
-/// What the losses say of the run so far, the same on all ranks.
+/// The state of the run judged by its losses; the same on all ranks.
 pub(super) struct Health {
-    /// The loss of a draft that gives every token the same probability, nats, by the terms of the objective
-    /// and of the head.
+    /// Loss in nats of a draft that gives every token the same probability, for the objective's and
+    /// the head's terms.
     ignorance: f64,
-    /// Over the steps since the last checkpoint that moved something.
+    /// Sum of the losses of the effective steps since the last checkpoint; `moved` is their number.
     sum: f64,
     moved: u64,
-    /// The last checkpoint, until the step after it shows that it is good.
+    /// The last checkpoint, until the next step shows that it is good.
     pub(super) unproven: Option<u64>,
-    /// The last checkpoint that is known to be good.
+    /// The last checkpoint known to be good.
     pub(super) good: Option<u64>,
-    /// Steps of this process that were not finite, and the last of them.
+    /// Number of non-finite steps of this process; `last_bad` is the last one.
     pub(super) bad: u64,
     pub(super) last_bad: u64,
-    /// Whether any step of this process moved something.
+    /// Whether any step of this process changed the weights.
     pub(super) has_moved: bool,
-    /// A checkpoint whose weights are sound, with which the run got nowhere.
+    /// A checkpoint with sound weights from which the run made no progress.
     pub(super) stuck: Option<u64>,
-    /// What is wrong with the weights of the last state that was to be saved.
+    /// The defect of the last state that was due to be saved.
     pub(super) ruin: Option<String>,
 }
 
-/// What all ranks find in their shares of the state.
+/// Condition of the weights; ordered by severity, so that the maximum over ranks decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Weights {
     Sound,
@@ -104,14 +104,14 @@ impl Health {
         }
     }
 
-    /// Adds the loss of a step that moved something at a `rate`; the checkpoint before it that it shows to be
-    /// ruined, if it does.
+    /// Adds the loss of a step that changed the weights at learning rate `rate`. Returns the
+    /// preceding checkpoint if this loss shows it to be ruined.
     pub(super) fn add(&mut self, (loss, rate): (f64, f64), position: &mut Position) -> Option<u64> {
         position.first_loss.get_or_insert(loss);
         let highest = position.highest_loss.get_or_insert(loss);
         *highest = highest.max(loss);
         position.lr_sum += rate;
-        // What is not finite could not be read back from a state.
+        // A state file cannot represent a non-finite number.
         position.recent_losses.extend(Some(loss).filter(|loss| loss.is_finite()));
         let excess = position.recent_losses.len().saturating_sub(REMEMBERED);
         position.recent_losses.drain(..excess);
@@ -126,19 +126,20 @@ impl Health {
         None
     }
 
-    /// Notes a step that was not finite; whether to say so. The first are said, and then ever fewer.
+    /// Counts a non-finite step; returns whether to report it: the first few always, later ones
+    /// ever more rarely.
     pub(super) fn add_bad(&mut self, step: u64) -> bool {
         self.bad += 1;
         self.last_bad = step;
         self.bad <= 3 || self.bad.is_power_of_two()
     }
 
-    /// Whether nothing has moved since the last checkpoint, or since this process began.
+    /// Whether no step changed the weights since the last checkpoint or this process's start.
     pub(super) fn is_unmoved(&self) -> bool {
         self.moved == 0
     }
 
-    /// What is wrong with a state of these weights, if something is. At the run's `end` few losses must do.
+    /// The defect of a state with these weights, if any. At the run's end fewer losses suffice.
     pub(super) fn judge(
         &self,
         weights: Weights,
@@ -160,7 +161,7 @@ impl Health {
         }
     }
 
-    /// What to say of a first `loss` far above that of guessing.
+    /// A note about a first `loss` far above guessing.
     pub(super) fn opening_note(&self, loss: f64) -> Option<String> {
         let ignorance = self.ignorance;
         (loss > STILL_ABOVE * ignorance).then(|| {
@@ -170,7 +171,7 @@ impl Health {
         })
     }
 
-    /// What to say at the end of a run that is not ruined and has still not come down to guessing.
+    /// A note at the end of a run that is not ruined but still above guessing.
     pub(super) fn closing_note(&self, position: &Position) -> Option<String> {
         let (recent, ignorance) = (mean(windows(&position.recent_losses).1), self.ignorance);
         (self.has_moved && recent > ignorance).then(|| {
@@ -181,18 +182,20 @@ impl Health {
         })
     }
 
-    /// How a run has missed its chance, if it has: a loss that stays above [`STILL_ABOVE`] times that of guessing
-    /// is no success, whatever the first loss was. Fresh weights may begin at five times guessing, so a healthy run
-    /// is above it too until it has had its chance, which is over
+    /// Describes how a run has missed its chance, if it has: a loss above [`STILL_ABOVE`] times
+    /// guessing is a failure, whatever the first loss was. Fresh weights may start at five times
+    /// guessing, so a healthy run is above it too until it has had its chance, which is over
     ///
-    /// - when the loss rose to [`THROWN_OFF`] times the first: a rate that is too high threw the weights off;
-    /// - after [`CHANCE`] steps whose rates add up to those of as many at the usual rate, whatever the loss does;
-    /// - when the loss stands still ([`STANDS_STILL`]) at no less than half the usual rate. At a lower one, as at
-    ///   the end of a schedule, it stands still in a healthy run too. Of fewer than [`REMEMBERED`] steps, whose
-    ///   losses say less, this is asked where each step went as far as a healthy run ([`FAR`]).
+    /// - if the loss rose above [`THROWN_OFF`] times the first: too high a learning rate threw the
+    ///   weights off;
+    /// - after [`CHANCE`] steps whose learning rates sum to [`FAR`], whatever the loss does;
+    /// - if the loss makes no progress ([`STANDS_STILL`]) at half the usual learning rate or more.
+    ///   At a lower one, as at the end of a schedule, a healthy loss does not fall either. With
+    ///   fewer than [`REMEMBERED`] losses, which say less, each step must instead, on average, have
+    ///   moved as far as a healthy run does in total ([`FAR`]).
     ///
-    /// A run of which none is true is short or slow and gets [`Self::closing_note`]. Before [`RECENT`] steps the
-    /// loss may be on its way, so only the run's end is judged by fewer.
+    /// Otherwise the run is short or slow and gets [`Self::closing_note`]. With fewer than
+    /// [`RECENT`] losses only the run's end is judged, since the loss may still be falling.
     fn lost_chance(&self, position: &Position, rate: f64, is_end: bool) -> Option<String> {
         let (losses, ignorance) = (&position.recent_losses, self.ignorance);
         let is_judged = losses.len() >= RECENT || is_end && losses.len() > 1;
@@ -226,7 +229,7 @@ impl Health {
         ))
     }
 
-    /// Notes a checkpoint of `step`, good by what is known, or ruined.
+    /// Records a checkpoint of `step`, with its defect if it is ruined.
     pub(super) fn saved(&mut self, step: u64, ruin: Option<String>) {
         (self.sum, self.moved) = (0.0, 0);
         if ruin.is_none() {
@@ -236,7 +239,7 @@ impl Health {
         self.ruin = ruin;
     }
 
-    /// The last checkpoint that is good, as far as is known.
+    /// The last checkpoint that is good as far as is known.
     pub(super) fn last_good(&self) -> Option<u64> {
         self.unproven.or(self.good)
     }
@@ -247,8 +250,8 @@ impl Health {
     }
 }
 
-/// The last of `losses`, and as many before them: [`RECENT`], or of fewer than [`REMEMBERED`] a quarter, so that the
-/// high losses of the first steps count in neither.
+/// The latest losses, and as many before them: [`RECENT`] each, or a quarter of the history if that
+/// is shorter than [`REMEMBERED`], so that neither includes the high losses of the first steps.
 fn windows(losses: &[f64]) -> (&[f64], &[f64]) {
     let size = if losses.len() == REMEMBERED { RECENT } else { (losses.len() / 4).max(1) };
     let (earlier, last) = losses.split_at(losses.len().saturating_sub(size));
@@ -260,7 +263,7 @@ fn mean(losses: &[f64]) -> f64 {
 }
 
 impl Weights {
-    /// Of a share whose numbers are all `finite`, the `largest` of its weights given.
+    /// Condition of a share, given whether all its numbers are finite, and its largest weight.
     pub(super) fn of((finite, largest): (bool, f64)) -> Self {
         match finite {
             false => Self::NotFinite,
@@ -269,7 +272,7 @@ impl Weights {
         }
     }
 
-    /// As a rank tells it to the others, and back.
+    /// Encodes it for exchange between ranks.
     pub(super) fn to_byte(self) -> u8 {
         self as u8
     }
@@ -286,7 +289,7 @@ impl Weights {
 mod tests {
     use super::*;
 
-    /// No end, at the usual rate.
+    /// Not the end, at the usual learning rate.
     const UNDER_WAY: (f64, bool) = (USUAL_RATE, false);
 
     fn health(ignorance: f64) -> Health {
@@ -351,7 +354,7 @@ mod tests {
         assert_eq!(health.add((100.0, USUAL_RATE), &mut position), Some(2));
     }
 
-    /// A run of these losses at one rate, on a target whose guesses have 8.3 nats.
+    /// A run with these losses at one learning rate, on a target whose guessing loss is 8.3 nats.
     struct Run {
         health: Health,
         position: Position,
@@ -372,7 +375,7 @@ mod tests {
             }
         }
 
-        /// What is wrong with it, at its end or on the way.
+        /// Its defect, at the end or midway.
         fn judged(&self, is_end: bool) -> Option<String> {
             self.health.judge(Weights::Sound, &self.position, (self.rate, is_end))
         }
@@ -388,7 +391,7 @@ mod tests {
         }
     }
 
-    /// `from` in the first step, `falling` by so large a share in each that follows.
+    /// Losses that start at `from` and fall by the share `falling` in each step.
     fn descent(from: f64, falling: f64, steps: i32) -> Vec<f64> {
         (0..steps).map(|step| from * (1.0 - falling).powi(step)).collect()
     }
@@ -410,24 +413,24 @@ mod tests {
 
     #[test]
     fn a_run_that_ends_far_above_guessing_without_ever_rising_is_no_success() {
-        // --lr 10 on a small target: the weights are lost in the first steps, and it never rose
+        // --lr 10 on a small target: the weights are lost at once, and the loss never rose
         let losses = [descent(41.0, 0.1, 6), vec![23.0; 20]].concat();
         for rate in [10.0, USUAL_RATE] {
             Run::at(rate, &losses).fails_for("it stands still, and was 23.0000 before");
         }
         Run::at(10.0, &losses[..12]).fails_for("the last 3 steps is 23.0000");
         Run::at(USUAL_RATE, &losses[..12]).is_merely_slow();
-        // recorded at --lr 2, where guessing had 4.16: twice that
+        // recorded at --lr 2, with a guessing loss of 4.16
         let recorded = [73.59, 33.99, 62.01, 73.33, 53.0, 53.24];
         Run::at(1.0, &recorded).fails_for("the last step is 53.2400");
     }
 
     #[test]
     fn a_short_or_slow_run_that_comes_down_gets_a_line() {
-        // A run of a few steps, one at a tenth of the usual rate, and one whose schedule has come to its end.
+        // A run of a few steps, one at a tenth of the usual rate, and one at its schedule's end.
         Run::at(USUAL_RATE, &[41.0, 42.0, 38.0, 35.0]).is_merely_slow();
         Run::at(20.0 * USUAL_RATE, &descent(41.0, 0.1, 10)).is_merely_slow();
-        // recorded at --lr 0.3, as above: the rate is far too high, and the loss comes down nevertheless
+        // recorded at --lr 0.3, as above: far too high, and yet the loss comes down
         Run::at(0.15, &[73.59, 33.23, 23.29, 15.9, 15.4, 12.9]).is_merely_slow();
         Run::at(USUAL_RATE, &[41.0, 42.0, 38.0, 35.0, 33.0, 31.0, 30.0, 29.0, 28.0])
             .is_merely_slow();
@@ -438,7 +441,7 @@ mod tests {
         run.rate = 1e-6;
         run.go_on(&[18.0; 16]);
         run.is_merely_slow();
-        // A long one has had its chance, whatever it does.
+        // A long run has had its chance, whatever it does.
         Run::at(USUAL_RATE, &descent(41.0, 0.004, 120))
             .fails_for("120 steps with a learning rate of 6.0e-4 are enough");
     }
@@ -454,7 +457,7 @@ mod tests {
         assert_eq!(resumed.judged(true), None, "nothing has moved since");
         resumed.go_on(&[23.0; 2]);
         resumed.fails_for("the last 8 steps is 23.0000");
-        // what a state of an earlier release does not say is not held against it
+        // a state of an earlier release is not judged by what it does not record
         let mut older = Run::at(USUAL_RATE, &[23.0; 2]);
         older.position.first_loss = Some(41.0);
         older.is_merely_slow();

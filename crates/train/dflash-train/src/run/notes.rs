@@ -1,11 +1,11 @@
-//! What a user should know before the first step.
+//! Messages for the user before the first step.
 
 use tch::{Device, Kind};
 
 use super::worker::Worker;
 use crate::schedule::Schedule;
 
-/// Share of the peak rate below which a schedule has as good as ended.
+/// Share of the peak learning rate below which a schedule has nearly ended.
 const NEARLY_ENDED: f64 = 0.05;
 
 impl Worker<'_, '_> {
@@ -55,7 +55,7 @@ impl Worker<'_, '_> {
         )
     }
 
-    /// Where the run goes on, with what, and how its schedule does.
+    /// Where and with which changes the run resumes, and how its schedule continues.
     fn resume_notes(&self) -> Vec<String> {
         let (step, total) = (self.position.step, self.total);
         let rest = if step == total { ": nothing is left to train" } else { "" };

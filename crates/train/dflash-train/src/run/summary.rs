@@ -1,11 +1,11 @@
-//! The closing words of a run: what it did, taken from its position and its directory.
+//! The closing summary of a run, taken from its position and directory.
 
 use std::time::Duration;
 
 use dflash_run::{MetricLine, Position, RunDir, ValidationLine};
 
-/// What a run of `total` steps that this process took up at `begun_at` has come to. What cannot be
-/// read is left out: a run must not fail for its last words.
+/// Summarises a run of `total` steps that this process started or resumed at `begun_at`. Leaves out
+/// whatever cannot be read: a run must not fail because of its summary.
 pub(super) fn closing(
     how: &str,
     run: &RunDir,
@@ -35,7 +35,7 @@ pub(super) fn closing(
     lines.into_iter().flatten().collect::<Vec<_>>().join("\n")
 }
 
-/// The figures of the last metric line.
+/// Figures of the last metric line.
 fn trained(run: &RunDir, step: u64) -> Option<String> {
     let lines = run.lines::<MetricLine>().ok()?;
     let last = lines.last().filter(|line| line.step <= step)?;
@@ -52,7 +52,7 @@ fn trained(run: &RunDir, step: u64) -> Option<String> {
     ))
 }
 
-/// The figures of the last validation.
+/// Figures of the last validation.
 fn validated(run: &RunDir) -> Option<String> {
     let lines = run.lines::<ValidationLine>().ok()?;
     let last = lines.last()?;
@@ -78,7 +78,7 @@ fn shown(figure: Option<f64>, digits: usize) -> String {
     figure.map_or_else(|| "unknown".to_owned(), |figure| format!("{figure:.digits$}"))
 }
 
-/// Seconds with one digit, longer times in their two largest units.
+/// Seconds with one digit, or longer times in their two largest units.
 fn duration(time: Duration) -> String {
     let seconds = time.as_secs();
     match seconds {

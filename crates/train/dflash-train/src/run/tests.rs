@@ -1,4 +1,4 @@
-//! Whole runs beside other ranks and on rows whose source a test controls. The rest is in tests/it.
+//! Whole runs with fake ranks and controlled rows; tests/it has the rest.
 
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
@@ -23,7 +23,7 @@ use crate::rows::{Loading, RowSource, Samples, StreamedRows, TargetSamples};
 use crate::world::{Saved, World, refused, resumed, with};
 use crate::{Error, Outcome, Prepared};
 
-/// What the stream of a run brings.
+/// The rows that a run's stream delivers.
 fn streamed(config: &TrainConfig) -> StreamedRows {
     Prepared::open(config).unwrap().streamed_rows()
 }
@@ -42,7 +42,7 @@ fn equal_seeds_give_equal_bytes_from_memory_and_from_files() {
     assert!(losses.last().unwrap().1 < losses[0].1, "the loss falls: {losses:?}");
 }
 
-/// A dataset that cannot be read once, when it is asked for the n-th time.
+/// A dataset with one read error, at the n-th request.
 struct FailsOnce {
     samples: TargetSamples,
     reads: Mutex<usize>,
@@ -77,7 +77,7 @@ fn a_sample_that_cannot_be_read_once_ends_the_run_by_its_name() {
     assert!(error.contains("cannot read sample "), "{error}");
     assert!(error.contains("data-00000-of-00001.arrow"), "{error}");
     assert_eq!(*samples.reads.lock().unwrap(), 27, "it goes on after the error");
-    // what was trained before is kept, and goes on as if nothing had happened
+    // earlier training is kept, and resumes without a difference
     let kept = world.saved("out");
     assert_eq!(kept, [world.losses("out").last().unwrap().0]);
     let on = world.train(&resumed(&config)).unwrap();
@@ -130,7 +130,7 @@ fn a_run_of_bad_steps_alone_is_no_success() {
     assert!(error.contains("at step 2 no step has been finite"), "{error}");
 }
 
-/// Makes the logits of a world's target so large that fresh drafts are confident and wrong, as on real ones.
+/// Scales up a target's logits, so that fresh drafts are confident and wrong, as with real ones.
 fn embolden(world: &World) {
     let path = world.path("target/model.safetensors");
     let mut tensors = Tensor::read_safetensors(&path).unwrap();
@@ -160,7 +160,7 @@ fn a_run_that_stays_far_above_guessing_is_no_success_and_one_that_is_slow_is() {
         lost.contains("at step 6 the loss is ") && lost.contains("4.1589 for guessing"),
         "{lost}"
     );
-    // Neither a low rate nor a high one at which the loss comes down.
+    // Neither a low learning rate, nor a high one at which the loss still falls.
     for (save, lr) in [("slow", 1e-5), ("usual", 6e-4), ("high", 0.05)] {
         assert!(train(&config(save, lr, 6)).unwrap().completed, "{save}");
         let losses = world.losses(save);
@@ -201,10 +201,10 @@ fn what_was_trained_before_the_last_bad_steps_is_kept() {
     let rank_0 = Beside { not_finite_from: Some(4), ..Beside::default() };
     let error = refused(world.train_on(&config, &world.rows(), &rank_0));
     assert!(error.contains("3 consecutive steps is not finite (last: step 6)"), "{error}");
-    // step 3 moved something, the bad ones nothing
+    // step 3 changed the weights, the bad ones did not
     assert!(error.contains("--resume=4 "), "{error}");
     assert_eq!(world.saved("out"), [2, 4]);
-    // without a checkpoint before, the last state is kept for those who ask for it
+    // without an earlier checkpoint the last state is kept, for resuming it explicitly
     let config = with(config, |settings| {
         settings.save_path = world.path("lone");
         settings.checkpoints.save_every = None;
@@ -226,7 +226,7 @@ fn a_bad_step_has_no_share_in_the_figures() {
     let config = with(world.config("out"), |settings| settings.log_every = 1000);
     world.train(&config).unwrap();
     let lines = world.lines("out", "metrics.jsonl");
-    // the first step, and all others with the last
+    // the first step, and all others together with the last
     assert_eq!((lines.len(), &lines[1]["bad_steps"]), (2, &json!(2)));
     let loss = lines[1]["loss"].as_f64().unwrap();
     assert!(loss > 0.0 && loss < 5.0, "{loss}");
@@ -276,7 +276,7 @@ fn metrics_have_what_the_streams_of_all_ranks_counted() {
     let rows = MemoryRows { counted, ..world.rows() };
     world.train_on(&config, &rows, &two).unwrap();
     for line in &world.lines("out", "metrics.jsonl")[..2] {
-        // one row ahead of those that this rank had, and the same on the other
+        // one row ahead of this rank's own, and the same on the other rank
         let ahead = line["step"].as_u64().unwrap()
             * config.settings.rows.gradient_accumulation_steps as u64
             + 1;
@@ -285,7 +285,7 @@ fn metrics_have_what_the_streams_of_all_ranks_counted() {
     }
 }
 
-/// Rows in memory that are copied beside the computation.
+/// Rows in memory that are copied concurrently with the computation.
 struct Copied {
     rows: MemoryRows,
     copies: SlowCopies,
@@ -341,7 +341,7 @@ fn a_buffer_without_memory_ends_the_run_in_its_step_and_says_what_to_lower() {
 
 #[test]
 fn a_run_without_anything_to_learn_fails() {
-    // one supervised token a sample: no anchor has a token to predict
+    // one supervised token per sample: no anchor has a token to predict
     let world = World::with_mask(|_, t| t == 5);
     let launcher = Beside::default();
     let error = refused(world.train_on(&world.config("out"), &world.rows(), &launcher));
@@ -377,8 +377,8 @@ fn all_ranks_clip_by_the_norm_of_rank_0() {
     assert_eq!(world.lines("none", "metrics.jsonl")[0]["bad_steps"], 1);
 }
 
-/// What a run leaves: its state, and its lines without times and without what its stream had fetched
-/// ahead when they were written, which follows from times.
+/// The results of a run: its state, and its lines without times and without the timing-dependent
+/// counts of what its stream fetched ahead.
 fn left(world: &World, save: &str, outcome: &Outcome) -> ([Vec<u8>; 2], Vec<Value>) {
     let lines = world.lines(save, "metrics.jsonl").into_iter().map(|mut line| {
         let keys = ["time", "elapsed_s", "eta_s", "interval_s", "data_wait_s", "data_wait_share"];
@@ -391,7 +391,7 @@ fn left(world: &World, save: &str, outcome: &Outcome) -> ([Vec<u8>; 2], Vec<Valu
     (World::state(&outcome.saved()), lines.collect())
 }
 
-/// A line with the same counts, and figures that differ by rounding alone.
+/// Compares lines: equal counts, and figures that differ only by rounding.
 fn check_alike(found: &Value, expected: &Value, path: &str) {
     match (found, expected) {
         (Value::Object(found), Value::Object(expected)) => {
@@ -404,13 +404,13 @@ fn check_alike(found: &Value, expected: &Value, path: &str) {
         }
         (Value::Number(found), Value::Number(expected)) if found.is_f64() => {
             let (found, expected) = (found.as_f64().unwrap(), expected.as_f64().unwrap());
-            // Shares of some 50 to 200 slots, one of which may be so near a tie that rounding decides it: on
-            // which processors it does, nobody chooses.
+            // Shares of 50 to 200 slots, one of which may be so close to a tie that rounding
+            // decides it, differently on different processors.
             let bound = match () {
                 () if path.contains("accuracy") => 0.02,
                 () if path == "expected_acceptance_length" => 0.05,
-                // The first steps of Adam go by the sign of a gradient, which rounding decides where it is
-                // near zero: the norms of the steps after them differ by more than their own rounding.
+                // Adam's first steps follow the sign of the gradient, which rounding decides near
+                // zero, so the norms of later steps differ by more than rounding.
                 () if path == "gradient_norm" => 1e-2 * expected.abs(),
                 () => 1e-3 * expected.abs(),
             };
@@ -476,7 +476,7 @@ fn steps_read_late_are_those_read_at_once() {
     for key in ["step", "samples", "tokens", "anchors", "bad_steps", "gradient_norm", "lr"] {
         assert_eq!(seldom[1][key], last[key], "{key}");
     }
-    // the line of the rest has the means over all but the first
+    // the second line has the means over all steps but the first
     let slots = |line: &Value| line["loss"].as_f64().is_some();
     let finite = often[1..].iter().filter(|line| slots(line)).count();
     assert!(finite < often.len() - 1 && seldom[1]["loss"].as_f64().unwrap() < 5.0);
@@ -530,7 +530,7 @@ fn nothing_to_learn_is_known_without_the_device() {
     let device = (&Single as &dyn dflash_dist::Communicator, Control::Device);
     let error = refused(world.train_with(&world.config("out"), &world.rows(), device));
     assert!(error.contains("had no supervised slot"), "{error}");
-    // Nothing is saved, so the state is not looked at either.
+    // Nothing is saved, so the state is not checked either.
     assert_eq!(world.saved("out"), [0_u64; 0]);
     assert_eq!(readback::count(), before);
 }
@@ -548,7 +548,7 @@ fn all_ranks_go_by_the_norm_of_rank_0_on_the_device_too() {
     let none = refused(told("none", f64::NAN));
     assert!(none.contains("no step has been finite"), "{none}");
     assert_eq!(world.lines("none", "metrics.jsonl")[0]["bad_steps"], 1);
-    // two ranks that bring the same sum up everything twice, and divide by twice as much
+    // two ranks contributing the same double every sum, and divide by twice as much
     let two = Beside { alike: 1, ..Beside::default() };
     let alone = world.train_with(&one("alone"), &world.rows(), (&Single, Control::Device));
     let together = world.train_with(&one("together"), &world.rows(), (&two, Control::Device));

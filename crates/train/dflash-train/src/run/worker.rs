@@ -21,43 +21,43 @@ use crate::validation::Validation;
 use crate::vote::{Halt, Vote};
 use crate::{Error, checkpoint, machine};
 
-/// Steps that may be unread at one time: what they left is kept on the device, and the bookkeeping here.
+/// Maximum number of unread steps: their results stay on the device, and their bookkeeping here.
 const MOST_UNREAD: usize = 256;
 
-/// A step of which the host may not know yet what became of it.
+/// A step whose outcome the host may not know yet.
 pub(super) struct Unread {
     step: u64,
     finished: Finished,
-    /// What its rows took.
+    /// Time spent on its rows.
     times: RowTimes,
 }
 
-/// A rank between its first and its last step.
+/// A rank while it trains.
 pub(super) struct Worker<'a, 'p> {
     pub(super) prepared: &'a Prepared<'a>,
     pub(super) order: RowOrder,
     pub(super) communicator: &'a dyn Communicator,
     pub(super) trainer: Trainer,
     pub(super) position: Position,
-    /// Optimizer steps at the end of the schedule.
+    /// Optimizer steps in the whole schedule.
     pub(super) total: u64,
-    /// Rank 0's hold on the save path.
+    /// Rank 0's lock on the save path.
     pub(super) save_path: Option<SavePath>,
     pub(super) validation: Option<Validation<'a, 'p>>,
-    /// Step of the last checkpoint that this process took part in.
+    /// Step of the last checkpoint that this process helped to write.
     pub(super) saved: Option<u64>,
     /// Steps taken when this process began.
     pub(super) begun_at: u64,
-    /// Whether any step since had a slot to learn from.
+    /// Whether any step of this process had a supervised slot.
     pub(super) had_slots: bool,
     pub(super) health: Health,
-    /// Where the schedule ended before this process began, if it now ends elsewhere.
+    /// Where the schedule ended before this process began, if it ends elsewhere now.
     pub(super) ended_before: Option<u64>,
-    /// Steps that are not counted yet, in their order.
+    /// Steps not counted yet, in order.
     pub(super) unread: Vec<Unread>,
-    /// Norm of the last gradient that was read.
+    /// Norm of the last gradient read.
     pub(super) gradient_norm: f64,
-    /// What was found on the way to the first step.
+    /// Notes collected before the first step.
     pub(super) notes: Vec<String>,
 }
 
@@ -77,7 +77,7 @@ impl<'a> Worker<'a, '_> {
     }
 
     fn steps(&mut self, rows: &mut ReadyRows, meter: &mut Meter) -> Result<(), Halt> {
-        // A run that ended in a validation left the checkpoint without its line.
+        // A run that ended during a validation left a checkpoint without its validation line.
         self.validate(meter)?;
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
@@ -89,7 +89,7 @@ impl<'a> Worker<'a, '_> {
             if vote == Vote::Save {
                 self.save(meter)?;
             }
-            // Ranks that were not told to stop would validate to the end.
+            // Ranks that were not told to stop would complete the validation.
             if vote == Vote::Stop {
                 return Err(Halt::Stopped);
             }
@@ -101,7 +101,7 @@ impl<'a> Worker<'a, '_> {
         Ok(())
     }
 
-    /// One optimizer step over `accumulation` rows of this rank; the ranks' vote.
+    /// Takes an optimizer step over `accumulation` rows of this rank; returns the ranks' vote.
     fn step(&mut self, rows: &mut ReadyRows, meter: &mut Meter) -> Result<Vote, Halt> {
         let config = self.prepared.config;
         let settings = &config.settings;
@@ -142,7 +142,7 @@ impl<'a> Worker<'a, '_> {
             }
         }
         if let Some(error) = &failure {
-            // The other ranks are in the middle of the step: they must hear of it.
+            // The other ranks are in the middle of the step and must be told.
             vote = Vote::of(error);
         }
         if config.save.swap(false, Ordering::Relaxed) {
@@ -164,7 +164,7 @@ impl<'a> Worker<'a, '_> {
         Ok(vote)
     }
 
-    /// Counts all steps up to here, of which the host now learns what became of them.
+    /// Reads and counts the outcomes of all steps so far.
     fn settle(&mut self, meter: &mut Meter) -> Result<(), Error> {
         let unread = std::mem::take(&mut self.unread);
         if unread.is_empty() {
@@ -175,7 +175,7 @@ impl<'a> Worker<'a, '_> {
         };
         let (kept, outcomes): (Vec<_>, Vec<_>) = unread.into_iter().map(known).unzip();
         let outcomes = readback::read(outcomes);
-        // What was read follows from all sums: it is as good as the group is now.
+        // The values depend on all ranks' sums, so they are valid only if the group is.
         self.communicator.check()?;
         for ((step, sums, times), outcome) in kept.into_iter().zip(outcomes) {
             self.had_slots |= outcome.effect != Effect::Empty;
@@ -191,7 +191,7 @@ impl<'a> Worker<'a, '_> {
         Asking { config: self.prepared.config, rank: self.communicator.rank() }
     }
 
-    /// Whether a run that was told to stop had come to its end.
+    /// Whether a run that was told to stop had just finished.
     fn is_complete(&self) -> bool {
         self.position.step == self.total && !self.validates()
     }
@@ -202,7 +202,7 @@ impl<'a> Worker<'a, '_> {
         self.validation.as_ref().is_some_and(|it| it.is_due((step, self.saves()), total))
     }
 
-    /// Whether a checkpoint is due after this step: every so many, and at the end of an epoch.
+    /// Whether a checkpoint is due after this step: at the set interval or an epoch's end.
     fn saves(&self) -> bool {
         let settings = &self.prepared.config.settings;
         let (checkpoints, step) = (&settings.checkpoints, self.position.step);
@@ -214,7 +214,7 @@ impl<'a> Worker<'a, '_> {
                 || !checkpoints.no_epoch_checkpoints && ends_epoch())
     }
 
-    /// What is to come after this step.
+    /// The work left after this step.
     fn left(&self) -> Left {
         let settings = &self.prepared.config.settings;
         let (step, total) = (self.position.step, self.total);
@@ -226,7 +226,7 @@ impl<'a> Worker<'a, '_> {
         let epochs = self.order.epoch_of(end) - self.order.epoch_of(self.position.rows);
         let checkpoints = &settings.checkpoints;
         let epochs = if checkpoints.no_epoch_checkpoints { 0 } else { epochs };
-        // The end of the last epoch is often that of the run.
+        // The end of the last epoch is usually also that of the run.
         let saves = checkpoints.save_every.map_or(0, multiples) + epochs.max(last);
         let validations = match settings.validation.eval_every {
             Some(every) if total.is_multiple_of(every) => multiples(every),
@@ -244,7 +244,7 @@ impl<'a> Worker<'a, '_> {
         settings.lr * Schedule::from(settings).of_stretched(step, position)
     }
 
-    /// Goes on behind the rows of a step.
+    /// Moves the position past a step's rows.
     fn advance(&mut self, sums: &StepSums) {
         let rows = self.communicator.world_size()
             * self.prepared.config.settings.rows.gradient_accumulation_steps;
@@ -254,7 +254,7 @@ impl<'a> Worker<'a, '_> {
         position.skipped_samples += sums.skipped as u64;
     }
 
-    /// Counts what became of a step.
+    /// Counts a step's outcome.
     fn count(&mut self, sums: &StepSums, outcome: &StepOutcome) {
         let position = &mut self.position;
         match outcome.effect {
@@ -273,7 +273,7 @@ impl<'a> Worker<'a, '_> {
         }
     }
 
-    /// Logs and saves what is due after a step of `epoch`, and ends a run that learns nothing.
+    /// Logs and saves what is due after a step in `epoch`; ends a diverged run or one without slots.
     fn keep(&mut self, epoch: u64, vote: Vote, meter: &mut Meter) -> Result<(), Error> {
         let settings = &self.prepared.config.settings;
         let step = self.position.step;
@@ -310,14 +310,14 @@ impl<'a> Worker<'a, '_> {
         Ok(())
     }
 
-    /// Ends a run whose first epoch had no slot to learn from.
+    /// Ends a run whose first epoch had no supervised slot.
     fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
         let Outcome { step: steps, .. } = self.finish(meter, false)?;
         self.communicator.announce_permanent_failure();
         Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples })
     }
 
-    /// Validates if it is time and has not been done.
+    /// Validates if due and not done yet.
     fn validate(&mut self, meter: &mut Meter) -> Result<(), Halt> {
         let (step, total) = (self.position.step, self.total);
         let due = |it: &&Validation<'_, '_>| it.is_due((step, self.saves()), total);
@@ -332,7 +332,7 @@ impl<'a> Worker<'a, '_> {
         let line = meter.aside(|| validation.run(step, of, meter))?;
         meter.validated_for(begun.elapsed());
         meter.validated(&line)?;
-        // best.json names a checkpoint that is there and worth something
+        // best.json must name an existing, usable checkpoint
         if let Some(save_path) = &self.save_path
             && self.kept() == Some(step)
             && let Some(quantity) = save_path.note_validation(&line)?
@@ -358,7 +358,7 @@ impl<'a> Worker<'a, '_> {
         Ok(meter)
     }
 
-    /// The metric line of this moment, as far as the meter does not know it.
+    /// The metric line for now, without what the meter adds.
     fn line(&self, gradient_norm: f64) -> MetricLine {
         let position = &self.position;
         MetricLine {
@@ -376,8 +376,8 @@ impl<'a> Worker<'a, '_> {
         }
     }
 
-    /// All ranks bring their state, rank 0 writes. A state that is worth nothing is not written, and
-    /// one that is worth little is not what a run resumes.
+    /// Saves a checkpoint: all ranks contribute, rank 0 writes. A worthless state is not written,
+    /// and a doubtful one is marked so that it is not resumed.
     fn save(&mut self, meter: &mut Meter) -> Result<(), Error> {
         self.settle(meter)?;
         let begun = Instant::now();
@@ -389,8 +389,8 @@ impl<'a> Worker<'a, '_> {
         Ok(())
     }
 
-    /// Whether the weights are those that the run began with, fresh or another draft's: nobody is to
-    /// take them for what it trained.
+    /// Whether the weights are still those that the run began with, fresh or another draft's, and
+    /// must not be mistaken for a result.
     fn is_untrained(&self) -> bool {
         let Position { step, empty_steps, .. } = self.position;
         self.prepared.resume.is_none() && step == empty_steps
@@ -421,7 +421,7 @@ impl<'a> Worker<'a, '_> {
         }
         let position = Position { diverged: ruin.is_some(), ..self.position.clone() };
         let path = self.write_with_room(&position, meter)?;
-        // A rank that ends while rank 0 still writes would leave it only moments.
+        // Wait, because rank 0 gets only moments to finish once another rank has ended.
         self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
         if let Some(sign) = &ruin {
@@ -432,8 +432,8 @@ impl<'a> Worker<'a, '_> {
         Ok(())
     }
 
-    /// Writes the checkpoint of this step. Where the disk is full and --keep-last would remove others
-    /// after it, they go first and it is written again.
+    /// Writes the checkpoint of this step. If the disk is full and --keep-last would remove others
+    /// afterwards, removes those first and retries.
     fn write_with_room(&self, position: &Position, meter: &Meter) -> Result<PathBuf, Error> {
         let dir = &self.prepared.config.settings.save_path;
         let save = || checkpoint::save(&self.trainer, position, dir, self.communicator);
@@ -443,12 +443,12 @@ impl<'a> Worker<'a, '_> {
         }
         let full = outcome.as_ref().err().is_some_and(Error::is_disk_full);
         let again = full && self.make_room(meter);
-        // Only rank 0 knows; all bring their share again.
+        // Only rank 0 knows; on a retry all ranks contribute again.
         let said = self.communicator.all_gather_bytes(&[u8::from(again)])?;
         if said[0] == [1] { save() } else { outcome }
     }
 
-    /// Whether checkpoints could be removed that need not stay once this step's is there.
+    /// Removes checkpoints that would not be kept after this one; returns whether there were any.
     fn make_room(&self, meter: &Meter) -> bool {
         let Some(save_path) = &self.save_path else { return false };
         match save_path.make_room(&self.prepared.config.settings.checkpoints, self.health.good) {
@@ -468,20 +468,21 @@ impl<'a> Worker<'a, '_> {
         }
     }
 
-    /// Points the links to what there is now, and removes what need not stay, but for `spared`.
+    /// Updates the links to the newest and best checkpoint, and removes checkpoints that need not
+    /// be kept, except `spared`.
     pub(super) fn prune(&self, meter: &Meter, spared: Option<u64>) {
         let Some(save_path) = &self.save_path else { return };
-        // Links are for engines: a file system that has none is no reason to end.
+        // Links are for engines: a file system without them is no reason to end the run.
         if let Err(error) = save_path.publish() {
             meter.say(&format!("the run's directory does not show its newest draft: {error}"));
         }
-        // Room on the disk is not worth ending a run that trains well.
+        // A failure to free disk space is not worth ending a healthy run.
         if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints, spared) {
             meter.say(&format!("no checkpoint was removed: {error}"));
         }
     }
 
-    /// The closing words of rank 0.
+    /// Prints rank 0's closing summary.
     fn summarise(&self, how: &str, meter: &Meter) {
         if self.communicator.rank() == 0 {
             let run = RunDir::at(&self.prepared.config.settings.save_path);
@@ -490,8 +491,8 @@ impl<'a> Worker<'a, '_> {
         }
     }
 
-    /// Ends a run that cannot go on, for a fault on this rank (`own`) or on another: what was
-    /// trained is saved first, and all say what happened.
+    /// Ends a run after a fault on this rank (`own`) or another: saves what was trained, and all
+    /// ranks report the fault.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
         let report = own.as_ref().map(ToString::to_string).unwrap_or_default();
         let reports = self.communicator.all_gather_bytes(report.as_bytes());
@@ -511,7 +512,7 @@ impl<'a> Worker<'a, '_> {
         }
         let Some(error) = own else {
             saved?;
-            // The rank at fault does not come: so the launcher sees that this one lost a peer.
+            // The rank at fault skips the barrier, so the launcher sees that this rank lost a peer.
             if let Err(lost) = self.communicator.barrier() {
                 let reports = reports.unwrap_or_default();
                 let report = reports.iter().find(|report| !report.is_empty());

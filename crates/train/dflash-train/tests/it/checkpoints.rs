@@ -1,4 +1,4 @@
-//! What is kept, resumed and refused.
+//! What is saved, resumed and refused.
 
 use std::path::Path;
 
@@ -116,7 +116,7 @@ fn other_settings_are_listed_and_refused_unless_allowed() {
         assert!(error.contains(&format!("--allow-changed {name} to continue")), "{error}");
         let leave = vec![name.replace('-', "_")];
         let allowed = with(config, |settings| settings.allow_changed = Some(leave));
-        // what is trained further would be the next check's past
+        // further training would affect the next check
         assert!(world.train(&with(allowed, |it| it.rows.epochs = Some(2))).is_ok(), "{expected}");
     };
     check(|it| it.objective.loss = vec!["kl".parse().unwrap()], "loss ce -> kl");

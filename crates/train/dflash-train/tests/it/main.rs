@@ -19,7 +19,7 @@ fn load(checkpoint: &Path) -> Draft {
     Draft::load(checkpoint, Device::Cpu, Kind::Float).unwrap()
 }
 
-/// A part of the stored state, flat.
+/// A flat tensor of the stored state.
 fn stored(checkpoint: &Path, name: &str) -> Tensor {
     let file = TensorFile::open(&checkpoint.join(Checkpoint::TENSORS)).unwrap();
     file.any_tensor(name).unwrap()
@@ -40,8 +40,8 @@ fn a_token_that_the_target_does_not_have_is_named() {
     );
 }
 
-/// The first anchor of a document sees no context, and here there is no other: neither the place of what
-/// it does not see nor the draft's pass over nothing may fail.
+/// A document's first token as anchor sees no context, and here it is the only anchor: neither the
+/// missing context's offset nor the draft's pass over no context rows may fail.
 #[test]
 fn a_document_whose_only_anchor_is_its_first_token_trains() {
     let world = World::new();
@@ -107,7 +107,7 @@ fn samples_without_states_are_left_out_of_their_rows_and_counted() {
 
 #[test]
 fn a_step_without_anything_to_learn_moves_nothing() {
-    // a row of one sample each, and of these only every fourth has anything to learn
+    // one sample per row, of which only every fourth has supervised tokens
     let world = World::with_mask(|sample, t| sample % 4 == 0 && t >= 3);
     let config = |save: &str| {
         with(world.config(save), |settings| {
@@ -123,7 +123,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
     };
     let lines = world.lines("whole", "metrics.jsonl");
     let mut empty = 0;
-    // What is not trained yet is not saved.
+    // An untrained state is not saved.
     let first = world.saved("whole")[0];
     let untrained = lines.iter().take_while(|line| line["loss"].is_null()).count();
     assert_eq!(first, untrained as u64 + 1);
@@ -139,7 +139,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
     }
     assert!(empty > 5, "{empty}");
     assert_eq!(lines.last().unwrap()["bad_steps"], 0);
-    // the optimizer has counted the steps that moved something, and a resumed run knows
+    // the optimizer counts the effective steps, and a resumed run knows their number
     let last = world.saved("whole").pop().unwrap();
     for step in world.saved("whole").into_iter().filter(|step| *step < last / 2) {
         let (from, to) = (world.path("whole"), world.path("part"));

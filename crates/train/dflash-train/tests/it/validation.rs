@@ -1,4 +1,4 @@
-//! Validation beside training.
+//! Validation during training.
 
 use dflash_draft::LoadedDraft;
 use dflash_run::{Acceptance, Line, ValidationLine};
@@ -9,7 +9,7 @@ use tch::Kind;
 
 use crate::world::{World, refused, resumed, with};
 
-/// Any file: the probe asks no target.
+/// Any file: the fake probe ignores it.
 const PROMPTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
 
 fn validated(config: TrainConfig, every: u64, measures: bool) -> TrainConfig {
@@ -20,7 +20,7 @@ fn validated(config: TrainConfig, every: u64, measures: bool) -> TrainConfig {
     })
 }
 
-/// Says that acceptance follows from the weights, which it does.
+/// A probe whose acceptance is a function of the weights.
 #[allow(clippy::unnecessary_wraps, reason = "a probe may fail")]
 fn probe(served: &LoadedDraft, share: Share) -> Result<Option<Acceptance>, ProbeError> {
     assert_eq!(share, Share { rank: 0, ranks: 1, show: dflash_io::Show::Lines });
@@ -44,7 +44,7 @@ fn a_fault_in_a_validation_saves_what_was_trained() {
 #[test]
 fn validation_does_not_change_what_is_trained() {
     let world = World::new();
-    // the hold-out itself changes the data, so it is the same in both
+    // holding out samples changes the training data, so it is the same in both
     world.train(&validated(world.config("plain"), 1000, false)).unwrap();
     let config = validated(world.config("measured"), 1, true);
     world.train_measured(&config, Some(&mut probe)).unwrap();
@@ -104,7 +104,7 @@ fn without_an_interval_each_checkpoint_is_validated() {
     let saved = world.saved("out");
     assert!(saved.len() > 2, "{saved:?}");
     assert_eq!(steps(), saved);
-    // what was cut short is made up for, as with an interval
+    // a validation that was cut short is made up for, as at an interval
     let path = world.path("out").join(ValidationLine::FILE);
     std::fs::write(&path, "").unwrap();
     world.train(&resumed(&config)).unwrap();

@@ -35,7 +35,7 @@ const SETTINGS: &str = r#"{
     "eval_max_new_tokens": 128
 }"#;
 
-/// `config` with other settings.
+/// `config` with changed settings.
 pub(crate) fn with(
     mut config: TrainConfig,
     change: impl FnOnce(&mut TrainSettings),
@@ -48,7 +48,7 @@ pub(crate) fn resumed(config: &TrainConfig) -> TrainConfig {
     with(config.clone(), |settings| settings.resume = Some(ResumeMode::Latest))
 }
 
-/// What a run that trained something has left.
+/// Checkpoint of a run that trained something.
 pub(crate) trait Saved {
     fn saved(&self) -> PathBuf;
 }
@@ -59,14 +59,14 @@ impl Saved for Outcome {
     }
 }
 
-/// The message of a run that fails, with its cause.
+/// The error message of a failed run, with its cause.
 pub(crate) fn refused(result: Result<Outcome, Error>) -> String {
     let error = result.expect_err("the run fails");
     let source = std::error::Error::source(&error).map(|source| format!(": {source}"));
     format!("{error}{}", source.unwrap_or_default())
 }
 
-/// A temporary directory with a target and a dataset; gone when dropped.
+/// A temporary directory with a target and a dataset; deleted when dropped.
 pub(crate) struct World {
     dir: tempfile::TempDir,
     /// The hidden states of every sample.
@@ -84,7 +84,7 @@ impl World {
         Self::with_mask(|_, t| t >= 3)
     }
 
-    /// A world in which `mask` says of a sample's token whether it is supervised.
+    /// A world in which `mask` (sample, token) decides whether a token is supervised.
     pub(crate) fn with_mask(mask: fn(u64, u64) -> bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let config = TargetConfig::qwen3(Self::HIDDEN, 2, Self::VOCABULARY);
@@ -107,7 +107,7 @@ impl World {
         Self { dir, files }
     }
 
-    /// Counting sequences: something that a draft can learn.
+    /// Counting sequences, which a draft can learn.
     pub(crate) fn input_ids(sample: u64) -> Vec<i64> {
         (0..12 + sample % 9).map(|t| ((sample * 7 + t) % 60) as i64).collect()
     }
@@ -128,7 +128,7 @@ impl World {
         self.dir.path().join(name)
     }
 
-    /// Two short epochs into the folder `save`.
+    /// Settings for two short epochs, saved in the folder `save`.
     pub(crate) fn config(&self, save: &str) -> TrainConfig {
         let path = |name: &str| self.path(name).to_str().unwrap().to_owned();
         let mut settings: Value = serde_json::from_str(SETTINGS).unwrap();
@@ -160,7 +160,7 @@ impl World {
         }
     }
 
-    /// Trains alone on the stored states.
+    /// Trains with one rank on the stored states.
     pub(crate) fn train(&self, config: &TrainConfig) -> Result<Outcome, Error> {
         self.train_measured(config, None)
     }
@@ -180,7 +180,7 @@ impl World {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// (step, loss) of every metric line; 0 where there was nothing to learn.
+    /// (step, loss) of every metric line; 0 without a supervised slot.
     pub(crate) fn losses(&self, save: &str) -> Vec<(u64, f64)> {
         let lines = self.lines(save, MetricLine::FILE);
         let pair = |line: &Value| {
@@ -195,7 +195,7 @@ impl World {
         checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect()
     }
 
-    /// Bytes of a checkpoint's trainer state and of its served weights.
+    /// A checkpoint's trainer state and served weights, as bytes.
     pub(crate) fn state(checkpoint: &Path) -> [Vec<u8>; 2] {
         ["trainer/state.safetensors", "model.safetensors"]
             .map(|name| std::fs::read(checkpoint.join(name)).unwrap())

@@ -1,20 +1,19 @@
-//! What the variable-length kernels for GPUs are defined to do, written down a second time: dense,
-//! sequence by sequence, from the tensors that such a kernel gets. It refuses what a kernel would
-//! refuse or misread.
+//! Reference implementation of the variable-length GPU kernels: dense, sequence by sequence, from
+//! the same tensors. Rejects what a kernel would reject or misread.
 
 use dflash_torch_sys::flash::{Sequences, Window};
 use tch::{Kind, Tensor};
 
 use super::{CallGradient, Results};
 
-/// One sequence's queries and keys as (first, number), and which pairs see each other.
+/// A sequence's queries and keys as (first, count), and the visible pairs.
 struct Sequence {
     queries: (i64, i64),
     keys: (i64, i64),
     visible: Tensor,
 }
 
-/// The sequences that the tensors describe.
+/// The sequences described by the tensors.
 fn sequences(of: &Sequences, total: (i64, i64)) -> Vec<Sequence> {
     let (queries, keys) = (spans(&of.cu_q, of.max_q, total.0), spans(&of.cu_k, of.max_k, total.1));
     assert_eq!(queries.len(), keys.len());
@@ -26,7 +25,7 @@ fn sequences(of: &Sequences, total: (i64, i64)) -> Vec<Sequence> {
     queries.into_iter().zip(keys).map(one).collect()
 }
 
-/// (first, number) of each sequence's rows.
+/// (first, count) of each sequence's rows.
 fn spans(ends: &Tensor, longest: i64, total: i64) -> Vec<(i64, i64)> {
     assert_eq!((ends.kind(), ends.dim()), (Kind::Int, 1), "kernels read int32");
     assert!(ends.is_contiguous());
@@ -39,7 +38,7 @@ fn spans(ends: &Tensor, longest: i64, total: i64) -> Vec<(i64, i64)> {
     spans
 }
 
-/// Key j is at query i's place when as many keys follow it as queries follow i.
+/// Positions are aligned at the end: the last query and the last key coincide.
 fn visible(window: Window, queries: i64, keys: i64) -> Tensor {
     let options = (Kind::Int64, tch::Device::Cpu);
     let behind = Tensor::arange(keys, options).unsqueeze(0)
@@ -56,7 +55,7 @@ fn scores(one: &Sequence, scale: f64, q: &Tensor, k: &Tensor) -> Tensor {
     scores.masked_fill(&one.visible.logical_not(), f64::NEG_INFINITY)
 }
 
-/// Keys or values with a head for each query head: head h takes that of h / group.
+/// Keys or values repeated for each query head: head h uses head h / group.
 fn expanded(x: &Tensor, heads: i64) -> Tensor {
     let kv_heads = x.size()[1];
     assert_eq!(heads % kv_heads, 0);

@@ -1,7 +1,7 @@
-//! One pass over the blocks of several sequences, each with a context of its own.
+//! One pass over the blocks of several sequences, each with its own context.
 //!
-//! Products run over the slots of all blocks; attention is that of each block alone. Shapes as in
-//! [`super`]; `n` counts the slots of all blocks, laid end to end.
+//! Products run over the slots of all blocks; attention is computed per block. Shapes as in
+//! [`super`]; `n` counts the concatenated slots of all blocks.
 
 use dflash_kernels::decode::{Outputs, Sequence, floats, floats_mut};
 use dflash_tensor::ops::RotaryTables;
@@ -11,22 +11,21 @@ use super::{ContextCache, Draft, PackedDecoder, Shared, float_copy, float_rows};
 use crate::attention::KeyValue;
 use crate::draft::plus;
 
-/// A sequence's context and how many of the pass's rows are its own.
+/// A sequence's context and its number of rows in the pass.
 #[derive(Debug)]
 pub struct ContextPart<'a> {
-    /// Where its keys and values go.
+    /// The context to extend.
     pub cache: &'a mut ContextCache,
     /// New context positions, at least one.
     pub rows: usize,
 }
 
 impl ContextCache {
-    /// Bytes of all that it holds: keys and values with the room that their layout takes, and the rotary
-    /// tables.
+    /// Size in bytes: keys and values with spare capacity and padding, and rotary tables.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
         let rows = match &self.packed_cache {
-            // The layers are views of the packed memory, which has more than its rows.
+            // The layers are views of the packed memory, which is larger than its rows.
             Some(packed) => packed.bytes(),
             None => self.layers.iter().map(|(k, v)| of(k) + of(v)).sum(),
         };
@@ -34,12 +33,12 @@ impl ContextCache {
         rows + of(&self.rope.cos_td) + of(&self.rope.sin_td) + dflash_tensor::TENSOR_BYTES * tensors
     }
 
-    /// Context positions that fit.
+    /// Capacity in context positions.
     pub fn capacity(&self) -> i64 {
         self.capacity
     }
 
-    /// Writes `rows` of `own` from `start` on behind the context of a layer.
+    /// Writes `rows` of `own` from `start` on after a layer's context.
     pub(super) fn write(&self, layer: usize, own: &KeyValue, (start, rows): (i64, i64)) {
         let (k, v) = &self.layers[layer];
         k.narrow(1, self.length, rows).copy_(&own.k_jtd.narrow(1, start, rows));
@@ -48,10 +47,10 @@ impl ContextCache {
 }
 
 impl Draft {
-    /// A cache for up to `capacity` context positions that holds the first `length` of `cache`.
+    /// A cache with capacity for `capacity` positions that holds the first `length` of `cache`.
     ///
     /// # Panics
-    /// When `cache` does not hold so many, or they have no room.
+    /// If `cache` holds fewer, or they do not fit.
     pub fn copy_cache(&self, cache: &ContextCache, length: i64, capacity: i64) -> ContextCache {
         assert!(length <= cache.length && length <= capacity, "{length} positions are not there");
         let mut copy = self.new_cache(capacity);
@@ -65,11 +64,11 @@ impl Draft {
         copy
     }
 
-    /// Appends the features of accepted tokens to each context: `features_tk` [T, K*H] holds the
-    /// rows of the first one, then those of the second, and so on.
+    /// Appends the features of accepted tokens to each context: `features_tk` [T, K*H] concatenates
+    /// the rows of the contexts in order.
     ///
     /// # Panics
-    /// When a cache is full: a bug of the caller.
+    /// If a cache is full: a bug of the caller.
     pub fn extend_contexts(&self, features_tk: &Tensor, parts: &mut [ContextPart<'_>]) {
         if let [ContextPart { cache, .. }] = parts {
             let first = cache.length;
@@ -97,11 +96,10 @@ impl Draft {
         parts.iter_mut().for_each(|part| part.cache.length += part.rows as i64);
     }
 
-    /// Runs one block for each context: `blocks_nh` [N, H] are the embeddings of [bonus token,
-    /// MASK, ...] of the first one, of the second and so on, all with as many slots. A block follows
-    /// its context. Returns `norm(x)` [N, H].
+    /// Runs one block after each context: `blocks_nh` [N, H] concatenates the embeddings of [bonus
+    /// token, MASK, ...] of each, all with the same number of slots. Returns `norm(x)` [N, H].
     ///
-    /// The caches are not changed; their spare rows serve as scratch space.
+    /// The caches are not modified; their spare rows serve as scratch space.
     pub fn forward_blocks(&self, caches: &[&ContextCache], blocks_nh: &Tensor) -> Tensor {
         if let [cache] = caches {
             return self.forward_block(cache, blocks_nh, cache.length);
@@ -121,8 +119,8 @@ impl Draft {
         self.norm(&self.views.norm).of(&x)
     }
 
-    /// [`Self::extend_contexts`] where few rows are packed: contexts whose rows are few together share a
-    /// pass, and one with more has its own.
+    /// [`Self::extend_contexts`] with packed few-row passes: contexts whose rows are few together
+    /// share a pass, one with more gets its own.
     fn extend_groups(
         &self,
         few: &PackedDecoder,
@@ -167,7 +165,7 @@ impl Draft {
         self.decode_output(layer, weights, x, &out)
     }
 
-    /// Rotary tables of spans of positions, (cache, first, count) each, from the cache that has the
+    /// Rotary tables of spans of positions, (cache, first, count) each, from the cache with the
     /// most positions.
     fn tables_of<'a>(
         &self,
@@ -183,7 +181,7 @@ impl Draft {
     }
 }
 
-/// How many of the first parts, at least one, are few rows together.
+/// How many leading parts, at least one, are few rows together.
 fn group_length(parts: &[ContextPart<'_>]) -> usize {
     let mut rows = 0;
     let fit = parts.iter().take_while(|part| {
@@ -194,12 +192,9 @@ fn group_length(parts: &[ContextPart<'_>]) -> usize {
 }
 
 impl PackedDecoder {
-    /// Appends the features [R, K, H] of accepted tokens to contexts, so many rows to each, one after the
-    /// other.
+    /// Appends the features [R, K, H] of accepted tokens to contexts, concatenated in order.
     ///
-    /// # Panics
-    /// When a cache is full or is not of packed layers, or the rows are more than [`Self::MAX_ROWS`]:
-    /// bugs of the caller.
+    /// # Panics If a cache is full or not packed, or there are more than [`Self::MAX_ROWS`] rows.
     pub fn extend(&self, parts: &mut [ContextPart<'_>], features: &[f32]) {
         for ContextPart { cache, rows } in &*parts {
             let room = cache.capacity - cache.length;
@@ -217,8 +212,8 @@ impl PackedDecoder {
         parts.iter_mut().for_each(|part| part.cache.length += part.rows as i64);
     }
 
-    /// Runs one block behind each context: `x` [S * B', H], the embeddings of [bonus token, MASK, ...]
-    /// each, becomes `norm(x)`, but for the first `unread` rows, whose output nobody reads.
+    /// Runs one block after each context: `x` [S * B', H], the embeddings of [bonus token, MASK,
+    /// ...] each, becomes `norm(x)`. The first `unread` rows are not computed.
     ///
     /// # Panics
     /// As [`Self::extend`].
@@ -235,7 +230,7 @@ impl PackedDecoder {
         }
     }
 
-    /// [`Draft::forward_blocks`], as many blocks in a pass as are few rows together; float32.
+    /// [`Draft::forward_blocks`] with as many blocks per pass as are few rows together; float32.
     fn forward_groups(&self, caches: &[&ContextCache], blocks_nh: &Tensor) -> Tensor {
         let slots = blocks_nh.size()[0] as usize / caches.len();
         let together = Self::MAX_ROWS / slots;

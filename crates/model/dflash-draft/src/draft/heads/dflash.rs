@@ -1,5 +1,4 @@
-//! DFlash's head: the target's frozen LM head. It has no parameters, and all rows of a block are
-//! proposed at once.
+//! DFlash's head: the target's frozen LM head. All rows of a block are proposed at once.
 
 use dflash_settings::{DraftSettings, ExportFormat, SpeculatorType};
 use dflash_tensor::Result;
@@ -11,7 +10,7 @@ use crate::draft::head::{
 use crate::draft::{DraftConfig, HeadFields, ParameterSpec};
 use crate::flops::{RowFlops, RowWork};
 
-/// The kind, its only configuration, and its only head.
+/// The type, its only configuration, and its only head.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dflash;
 

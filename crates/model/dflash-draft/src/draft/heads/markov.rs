@@ -1,12 +1,12 @@
-//! DFlash with a low-rank Markov term: what stands before a token changes its logits.
+//! DFlash with a low-rank Markov term: the previous token changes a token's logits.
 //!
-//! For a slot whose previous token is x the logits are `z + W2 W1[x]`, where z are the products with the
-//! target's LM head. In training x is the data's token; in decoding the one that was just proposed, so a
-//! block is chosen token by token. Both tables are embeddings: W1 by the target's ids, W2 by those of the
-//! draft's vocabulary. W2 starts at zero, so that a fresh draft is a DFlash one.
+//! For a slot whose previous token is x the logits are `z + W2 W1[x]`, where z is the output of the
+//! target's LM head. In training x is the data's token; in decoding it is the token just proposed,
+//! so a block is chosen token by token. Both tables are embeddings: W1 by target ids, W2 by ids of
+//! the draft's vocabulary. W2 starts at zero, so a fresh draft equals a DFlash draft.
 //!
-//! No engine serves such a draft: it is the example of a head, kept as small as one can be. Shapes: `r` the
-//! rank; others as in [`super::super::head`].
+//! No engine serves such a draft: it is a minimal example of a head. Shapes: `r` the rank; others
+//! as in [`super::super::head`].
 
 use dflash_settings::{DEFAULT_MARKOV_RANK, DraftSettings, ExportFormat, SpeculatorType};
 use dflash_tensor::{Error, Result};
@@ -26,10 +26,11 @@ const DRAFT_VOCABULARY: &str = "draft_vocab_size";
 const W1: &str = "markov_head.markov_w1.weight";
 const W2: &str = "markov_head.markov_w2.weight";
 
-/// Deviation of a fresh W1: small beside the hidden states, whose products the term is added to.
+/// Standard deviation of a fresh W1: small relative to the LM-head output that the term is added
+/// to.
 const W1_DEVIATION: f64 = 0.02;
 
-/// The kind.
+/// The type.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Markov;
 
@@ -109,21 +110,21 @@ struct MarkovHead {
 }
 
 impl MarkovHead {
-    /// `base_nv` plus the term of the tokens `previous_n`, in the kind of `base_nv`.
+    /// `base_nv` plus the term for the tokens `previous_n`, in the type of `base_nv`.
     fn with_term(&self, base_nv: &Tensor, previous_n: &Tensor) -> Tensor {
         let previous_nr = self.w1_vr.index_select(0, previous_n);
         base_nv + previous_nr.matmul(&self.w2_vr.tr()).to_kind(base_nv.kind())
     }
 }
 
-/// Cross-entropies `[m]` of `tokens_m` by logits [m, V].
+/// Cross-entropy `[m]` of `tokens_m` under logits [m, V].
 fn cross_entropy(logits_mv: &Tensor, tokens_m: &Tensor) -> Tensor {
     let own_m = logits_mv.gather(1, &tokens_m.unsqueeze(1), false).squeeze_dim(1);
     logits_mv.logsumexp([1i64].as_slice(), false) - own_m
 }
 
 impl Head for MarkovHead {
-    /// By how many nats the term lowers the cross-entropy of the data's token.
+    /// The term's reduction of the data token's cross-entropy, in nats.
     fn metrics(&self) -> &'static [&'static str] {
         &["markov_gain"]
     }
@@ -194,8 +195,8 @@ mod tests {
         HeadViews::new(named.into_iter().map(|(name, own)| (name.into(), own.shallow_clone())))
     }
 
-    /// The loss of the definition, written with autograd's operations: cross-entropy alone, or with the
-    /// divergence from the target's distribution as well.
+    /// The loss as defined, with autograd operations: cross-entropy alone, or plus the divergence
+    /// from the target's distribution.
     fn defined(
         [hidden_nh, w1_vr, w2_vr, lm_head_vh]: [&Tensor; 4],
         labels: &BlockLabels,
@@ -235,7 +236,7 @@ mod tests {
             let anchors = [0, 2, 7];
             let block = BlockShape::fill_in(BLOCK);
             let labels = BlockLabels::new(row, &anchors, block, Some(&vocabulary));
-            // before row k of a block stands the token at its anchor plus k - 1
+            // the token before row k of a block is at its anchor plus k - 1
             let before = |slot: usize| anchors[slot / BLOCK] + (slot % BLOCK).saturating_sub(1);
             let previous: Vec<i64> =
                 (0..3 * BLOCK).map(|slot| row.input_ids[before(slot).min(9)]).collect();
@@ -261,7 +262,7 @@ mod tests {
                 weighting: Weighting::Decay { gamma: GAMMA },
                 denominator: Denominator::Weights,
                 labels: LabelSource::Data,
-                // a few slots a chunk: gradients add up over chunks
+                // a few slots per chunk, so gradients accumulate over chunks
                 chunk_bytes: 300,
                 kernels: Kernels::Fast,
             };
@@ -295,7 +296,7 @@ mod tests {
         }
     }
 
-    /// Logits without a preference of their own.
+    /// Uniform logits.
     #[derive(Debug)]
     struct Level;
 
@@ -317,7 +318,7 @@ mod tests {
 
     #[test]
     fn each_proposal_follows_from_the_one_before() {
-        // token x asks for x + 2, round the five
+        // token x asks for x + 2, modulo five
         let w1_vr = Tensor::eye(5, WIDE);
         let head = head(&w1_vr, &w1_vr.roll([2], [0]));
         let hidden_nh = &Tensor::zeros([4, 8], WIDE);

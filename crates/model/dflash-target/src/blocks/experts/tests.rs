@@ -1,4 +1,4 @@
-//! Routing and experts against loops over tokens in plain arithmetic, and every way of storing experts.
+//! Routing and experts against loops in plain arithmetic, and every storage layout of experts.
 
 use dflash_tensor::Weights;
 use dflash_tensor::checkpoint::write_safetensors;
@@ -16,7 +16,7 @@ fn vectors(x: &Tensor) -> Vec<Vec<f32>> {
 }
 
 fn router(routing: Routing, logits: &[f32]) -> (Router, Tensor) {
-    // An identity as weight: what goes in are the logits.
+    // With an identity weight the inputs are the logits.
     let experts = logits.len() as i64;
     let router = Router {
         weight_eh: Tensor::eye(experts, CPU),
@@ -69,12 +69,12 @@ fn a_bias_moves_logits_a_correction_the_choice_alone_and_a_scale_the_shares_alon
 fn a_group_is_as_good_as_its_two_best() {
     let groups = Some(ExpertGroups { count: 3, kept: 1 });
     let routing = Routing { scores: Scores::Sigmoid, groups, ..PLAIN };
-    // The best expert of all is alone in its group; the second group's two sum to more.
+    // The best single expert is alone in its group; the second group's two best sum to more.
     let (router, x) = router(routing, &[2.0, -4.0, 1.0, 0.9, 0.0, 0.0]);
     check(&router, &x, &[2, 3], &[sigmoid(1.0), sigmoid(0.9)]);
 }
 
-/// Five experts of width 4 for 6 hidden numbers, with biases or not.
+/// Five experts of inner width 4 and hidden size 6, with or without biases.
 fn experts(gated: Gated, weighed: Weighed, bias: bool) -> Experts {
     let random = |shape: &[i64]| Tensor::randn(shape, CPU);
     Experts {
@@ -87,7 +87,7 @@ fn experts(gated: Gated, weighed: Weighed, bias: bool) -> Experts {
     }
 }
 
-/// One token's sum over its experts, by definition.
+/// One token's weighted sum over its experts, by definition.
 fn by_definition(experts: &Experts, x_h: &Tensor, top_k: &[i64], shares: &[f32]) -> Tensor {
     let mut sum = Tensor::zeros([1, 6], CPU);
     for (&expert, &share) in top_k.iter().zip(shares) {
@@ -122,7 +122,7 @@ fn by_definition(experts: &Experts, x_h: &Tensor, top_k: &[i64], shares: &[f32])
 #[test]
 fn experts_of_sorted_tokens_are_those_of_each_token_alone() {
     let _draws = seeded(tch::manual_seed);
-    // Expert 3 has no token; the tokens of the others are apart from each other.
+    // Expert 3 has no token; the other experts' tokens are not adjacent.
     let top_k = [[4, 0], [1, 4], [0, 2], [4, 1], [2, 0], [0, 4], [1, 2]];
     let shares: Vec<[f32; 2]> = (0..7).map(|token| [0.1 + token as f32, 0.7]).collect();
     let x_th = Tensor::randn([7, 6], CPU);
@@ -144,7 +144,6 @@ fn experts_of_sorted_tokens_are_those_of_each_token_alone() {
     }
 }
 
-/// Reads experts of the tensors given, as `stored`.
 fn read(tensors: &[(&str, Tensor)], stored: Stored, bias: bool) -> Result<Experts> {
     let dir = tempfile::tempdir().unwrap();
     let named: Vec<_> =
@@ -174,7 +173,7 @@ fn read(tensors: &[(&str, Tensor)], stored: Stored, bias: bool) -> Result<Expert
     )
 }
 
-/// Gate [E, I, H], up, and down [E, H, I] of two experts, as linear layers have them.
+/// Gate [E, I, H], up, and down [E, H, I] of two experts, in the layout of linear layers.
 fn linear_layers() -> [Tensor; 3] {
     let random = |shape: &[i64]| Tensor::randn(shape, CPU);
     [random(&[2, 64, 32]), random(&[2, 64, 32]), random(&[2, 32, 64])]
@@ -257,15 +256,15 @@ fn mxfp4_blocks_are_read_by_the_formats_rule_and_by_turns() {
     assert!(vectors(&experts.gate_up_ehi.get(0)).iter().flatten().any(|&x| x != 0.0));
 }
 
-/// `n` bytes by a rule.
+/// Bytes of the given shape, computed by `of`.
 fn pattern(shape: &[i64], of: impl Fn(i64) -> i64) -> Tensor {
     let count = shape.iter().product();
     let bytes: Vec<u8> = (0..count).map(|at| of(at) as u8).collect();
     Tensor::from_slice(&bytes).view(shape)
 }
 
-/// Against Transformers 5.17: `_convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)` of these
-/// bytes, then in float64 the sum over all numbers times their place modulo 97.
+/// Against Transformers 5.17: `_convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)` of
+/// these bytes, then the float64 sum of all values times their index modulo 97.
 #[test]
 fn mxfp4_is_transformers_mxfp4() {
     let blocks = |shape: &[i64]| pattern(shape, |at| (at * 37 + 11) % 256);

@@ -1,4 +1,4 @@
-//! Experts as checkpoints store them: one by one, fused, or as MXFP4 blocks with scales.
+//! Storage of experts in checkpoints: individually, fused, or as MXFP4 blocks with scales.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use super::{Experts, Gated, Weighed};
 use crate::config::INITIALIZER_RANGE;
 use crate::parameters::Init;
 
-/// The experts of one layer, as a family names and stores them.
+/// Names and storage of a layer's experts.
 #[derive(Debug)]
 pub(crate) struct ExpertsSpec<'a> {
-    /// Path of the module.
+    /// Module path.
     pub(crate) module: &'a str,
-    /// Names of gate, up and down where experts are stored one by one.
+    /// Names of gate, up and down if experts are stored individually.
     pub(crate) names: [&'a str; 3],
-    /// How fused tensors `gate_up_proj` and `down_proj` lie.
+    /// Layout of the fused tensors `gate_up_proj` and `down_proj`.
     pub(crate) stored: Stored,
     pub(crate) experts: i64,
     pub(crate) hidden: i64,
@@ -28,21 +28,21 @@ pub(crate) struct ExpertsSpec<'a> {
     pub(crate) weighed: Weighed,
 }
 
-/// How fused experts lie in a checkpoint.
+/// Layout of fused experts in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stored {
-    /// [E, 2I, H] and [E, H, I]: as linear layers, the gate first.
+    /// [E, 2I, H] and [E, H, I], as in linear layers, gate first.
     OutputsFirst,
     /// [E, H, 2I] and [E, I, H], the gate first.
     InputsFirst,
-    /// [E, H, 2I] and [E, I, H], gate and up by turns; in MXFP4 outputs come first.
+    /// [E, H, 2I] and [E, I, H], gate and up interleaved; in MXFP4 outputs come first.
     Interleaved,
 }
 
-/// Elements that share a scale in MXFP4; two to a byte.
+/// Elements per scale in MXFP4; two per byte.
 const MXFP4_BLOCK: i64 = 32;
 
-/// The values of E2M1, by their four bits.
+/// E2M1 values by their four bits.
 const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
@@ -97,14 +97,14 @@ impl Experts {
         weights.read_part_into(&path("down_proj_bias"), 0, first, down_eh)
     }
 
-    /// The numbers of this rank's experts.
+    /// Indices of this rank's experts.
     fn own(&self) -> Range<i64> {
         let own = self.gate_up_ehi.size()[0];
         let first = self.shard.start(own);
         first..first + own
     }
 
-    /// `experts.3.gate_proj.weight`: each a linear layer's.
+    /// Reads `experts.3.gate_proj.weight` and so on, each a linear layer's.
     fn read_each(&self, weights: &Weights, spec: &ExpertsSpec) -> Result<()> {
         for (place, expert) in (0..).zip(self.own()) {
             let read = |name: &str, view: &Tensor| {
@@ -130,7 +130,7 @@ impl Experts {
             }
             Stored::InputsFirst => weights.read_part_into(&gate_up, 0, first, &self.gate_up_ehi)?,
             Stored::Interleaved => {
-                // An expert at a time, so that little beside the model is held.
+                // One expert at a time, to limit memory beyond the model.
                 let by_turns = self.by_turns(spec).permute([0, 1, 3, 2]);
                 let stored = self.gate_up_ehi.narrow(0, 0, 1).empty_like();
                 for (place, expert) in (0..).zip(self.own()) {
@@ -143,12 +143,12 @@ impl Experts {
         weights.read_part_into(&down, 0, first, &self.down_eih)
     }
 
-    /// Gate and up apart: [E, H, 2, I].
+    /// View with gate and up interleaved: [E, H, 2, I].
     fn by_turns(&self, spec: &ExpertsSpec) -> Tensor {
         self.gate_up_ehi.view([-1, spec.hidden, 2, spec.inner])
     }
 
-    /// As gpt-oss is released. An expert at a time, so that little beside the model is held.
+    /// Reads gpt-oss's released format, one expert at a time to limit extra memory.
     fn read_mxfp4(&self, weights: &Weights, spec: &ExpertsSpec) -> Result<()> {
         let by_turns = self.by_turns(spec);
         for (place, expert) in (0..).zip(self.own()) {
@@ -162,8 +162,8 @@ impl Experts {
     }
 }
 
-/// Reads one expert's matrix [outputs, inputs] of `name` in MXFP4 into `rows`, which holds as many
-/// elements in that order.
+/// Reads one expert's MXFP4 matrix [outputs, inputs] of `name` into `rows`, which has the same
+/// number of elements in that order.
 fn read_mxfp4(
     weights: &Weights,
     spec: &ExpertsSpec,
@@ -187,8 +187,8 @@ fn read_mxfp4(
     Ok(())
 }
 
-/// The float32 values [G, 32] of blocks [G, 16] (a byte holds two, the low four bits first) and their
-/// exponents `[G]`, all bytes. Exact: a value of E2M1 times a power of two.
+/// float32 values [G, 32] of blocks [G, 16] (two per byte, low four bits first) and exponents
+/// `[G]`, all as bytes. Exact: an E2M1 value times a power of two.
 fn mxfp4(blocks_gb: &Tensor, exponents_g: &Tensor) -> Tensor {
     let bytes = blocks_gb.to_kind(Kind::Int64);
     let low = bytes.bitwise_and(15);

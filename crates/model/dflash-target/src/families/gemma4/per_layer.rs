@@ -1,4 +1,4 @@
-//! Gemma 4's per-layer inputs: what each layer takes of the tokens beside the residual stream.
+//! Gemma 4's per-layer inputs, computed from the tokens in addition to the residual stream.
 
 use dflash_tensor::Result;
 use tch::Tensor;
@@ -51,7 +51,7 @@ impl PerLayerInput {
     }
 }
 
-/// The inputs of all layers: what the tokens are, and what their embeddings are.
+/// The inputs of all layers, from token ids and embeddings.
 #[derive(Debug)]
 pub(super) struct PerLayerInputs {
     layers: i64,
@@ -64,7 +64,7 @@ pub(super) struct PerLayerInputs {
 }
 
 impl PerLayerInputs {
-    /// The tensors that it reads.
+    /// Names of its tensors.
     pub(super) const NAMES: &'static [&'static str] = &[
         "embed_tokens_per_layer.weight",
         "per_layer_model_projection.weight",

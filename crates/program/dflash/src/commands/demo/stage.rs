@@ -1,4 +1,4 @@
-//! Programs that the demo starts, watches, and ends when it is stopped.
+//! Starts and watches the demo's programs, and terminates them when the demo is stopped.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,9 +11,9 @@ use dflash_cpu::VARIABLE;
 use dflash_settings::ProcessorSettings;
 use sysinfo::{Pid, ProcessesToUpdate, Signal, System};
 
-/// How often a running program and the stop flag are looked at.
+/// Polling interval for a running program and the stop flag.
 const POLL: Duration = Duration::from_millis(50);
-/// What a program gets to end in, which is less than the front's own time.
+/// Time for a program to exit, shorter than the front program's own grace period.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Starts this program with other command lines.
@@ -32,7 +32,7 @@ impl Programs {
         Ok(Self { program, processor, stop: Arc::clone(stop) })
     }
 
-    /// Starts `dflash` with `line`, split at blanks, and `more`.
+    /// Starts `dflash` with `line`, split at spaces, followed by `more`.
     pub(super) fn start(
         &self,
         line: &str,
@@ -49,12 +49,12 @@ impl Programs {
         Ok(Running(child))
     }
 
-    /// Runs it to its end; what it prints is left out, what it says is seen.
+    /// Runs a command to its end; discards its stdout and shows its stderr.
     pub(super) fn run(&self, line: &str, more: &[&str]) -> anyhow::Result<()> {
         self.run_into(line, more, Stdio::null())
     }
 
-    /// The same, with a place for what it prints.
+    /// The same, with stdout sent to `stdout`.
     pub(super) fn run_into(&self, line: &str, more: &[&str], stdout: Stdio) -> anyhow::Result<()> {
         let mut running = self.start(line, more, stdout, Stdio::inherit())?;
         loop {
@@ -70,7 +70,7 @@ impl Programs {
         }
     }
 
-    /// Waits until `ready` has an answer, as long as the program runs.
+    /// Waits until `ready` returns a value or the program exits.
     pub(super) fn wait_for<T>(
         &self,
         running: &mut Running,
@@ -101,7 +101,7 @@ impl Programs {
     }
 }
 
-/// A program that is ended when it is dropped: first politely, then by force.
+/// A program that is terminated on drop, with SIGTERM first and SIGKILL later.
 pub(super) struct Running(Child);
 
 impl Running {
@@ -137,8 +137,7 @@ impl Drop for Running {
     }
 }
 
-/// A path as an argument. Paths that are not UTF-8 lose those bytes; the program then says that
-/// there is no such file.
+/// A path as an argument. Bytes that are not UTF-8 are lost, and the file is then not found.
 pub(super) fn path_text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }

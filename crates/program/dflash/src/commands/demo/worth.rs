@@ -1,4 +1,4 @@
-//! What speculation is worth, from the reports of evaluations, a line for each way to decode.
+//! The speed-up from speculation, taken from evaluation reports, one line per decoding method.
 
 use std::fmt::Write;
 use std::fs;
@@ -9,19 +9,18 @@ use serde_json::Value;
 
 const RATE: &str = "decode_tokens_per_second";
 
-/// A target and what was measured with it.
+/// Measurements with one target.
 #[derive(Debug)]
 pub(super) struct Worth {
-    /// Which target.
     target: &'static str,
-    /// Bytes of its weights.
+    /// Size of its weights in bytes.
     bytes: u64,
-    /// What `dflash eval` wrote.
+    /// Report written by `dflash eval`.
     report: Value,
 }
 
 impl Worth {
-    /// The report `json` of the target in `dir`.
+    /// Reads the report `json` for the target in `dir`.
     pub(super) fn read(target: &'static str, dir: &Path, json: &Path) -> anyhow::Result<Self> {
         let weights = dir.join("model.safetensors");
         let facts = fs::metadata(&weights);
@@ -32,7 +31,7 @@ impl Worth {
         Ok(Self { target, bytes, report })
     }
 
-    /// Drafts' results, and that of plain decoding.
+    /// The results with drafts, and that of plain decoding.
     fn results(&self) -> (Vec<&Value>, Option<&Value>) {
         let all = self.report["results"].as_array().map(Vec::as_slice).unwrap_or_default();
         let (plain, drafts): (Vec<_>, _) = all.iter().partition(|one| one["draft"] == "none");
@@ -40,7 +39,7 @@ impl Worth {
     }
 }
 
-/// The lines of all targets.
+/// The table for all targets.
 pub(super) fn shown(rows: &[Worth]) -> String {
     let mut text = "speed-up from speculation, tokens per second after the first\n".to_owned();
     let title = ["plain", "speculative", "speed-up"];

@@ -1,31 +1,29 @@
-//! What the doctor found, as lines and as JSON.
+//! The doctor's findings, as lines and as JSON.
 
 use std::fmt::Write;
 
 use serde::Serialize;
 
-/// How it stands with one thing.
+/// The status of one check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Status {
-    /// As it should be.
+    /// In order.
     Ok,
-    /// Something will be slower, or not possible.
+    /// Something will be slower or impossible.
     Warning,
-    /// Nothing that needs it runs.
+    /// Commands that need it cannot run.
     Missing,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
-    /// What was looked at, in a word or two.
+    /// What was checked, in a word or two.
     pub(super) what: &'static str,
-    /// How it stands with it.
     pub(super) status: Status,
-    /// What was found.
     pub(super) found: String,
-    /// What to do, unless it is as it should be.
+    /// What to do, unless in order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) remedy: Option<String>,
 }
@@ -53,7 +51,7 @@ impl Finding {
     }
 }
 
-/// A line for each finding, and one for each remedy.
+/// One line per finding and per remedy.
 pub(super) fn show(findings: &[Finding]) -> String {
     let mut text = String::new();
     for Finding { what, status, found, remedy } in findings {

@@ -1,4 +1,4 @@
-//! The Hub: whether it answers, and who it takes us for.
+//! Checks whether the Hub answers and which account it recognises.
 
 use dflash_hub::{Hub, Login};
 use dflash_settings::shown_endpoint;
@@ -8,14 +8,14 @@ use super::finding::Finding;
 const WHAT: &str = "Hub";
 const LOGIN: &str = "`hf auth login`, or set HF_TOKEN: for private models and to push";
 
-/// Asks the Hub, unless told not to.
+/// Queries the Hub unless `offline`.
 pub(super) fn look(offline: bool) -> Finding {
     let hub = Hub::from_env();
     if offline || hub.offline {
         let why = if offline { "--offline" } else { "HF_HUB_OFFLINE" };
         return Finding::ok(WHAT, format!("not asked ({why})"));
     }
-    // An address may hold a password.
+    // The address may contain a password.
     let address = shown_endpoint(hub.address());
     match hub.login() {
         Ok(Login::As(name)) => Finding::ok(WHAT, format!("{address} answers; logged in as {name}")),

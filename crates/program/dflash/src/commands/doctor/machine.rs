@@ -1,4 +1,4 @@
-//! The machine: processor, memory, C library, driver, disk, ports.
+//! Checks the machine: processor, memory, C library, driver, disk, ports.
 
 use std::fs;
 use std::net::TcpListener;
@@ -10,14 +10,15 @@ use sysinfo::{CpuRefreshKind, MemoryRefreshKind, RefreshKind, System};
 use super::finding::Finding;
 
 const GIB: u64 = 1 << 30;
-/// The demo's target, drafter and data take less; a target of 8 billion weights alone takes 16.
+/// The demo's target, drafter and data need less; the weights alone of an 8-billion-parameter
+/// target need 16 GB.
 const SMALL_DISK: u64 = 20 * GIB;
-/// Nothing of use fits.
+/// Too little for anything useful.
 const FULL_DISK: u64 = GIB / 2;
-/// libtorch, a small target and a drafter in float32.
+/// Enough for libtorch, a small target and a drafter in float32.
 const SMALL_MEMORY: u64 = 4 * GIB;
 
-/// Looks at all of it.
+/// Checks everything.
 pub(super) fn look(dir: &Path, ports: &[u16]) -> Vec<Finding> {
     let kinds = RefreshKind::nothing()
         .with_cpu(CpuRefreshKind::nothing())
@@ -46,7 +47,7 @@ fn processor(system: &System) -> Finding {
     Finding::ok("processor", found)
 }
 
-/// Of the processor's features those that matter to the speed of products.
+/// The processor features that matter for matmul speed.
 fn features(cpuinfo: &str) -> Vec<&'static str> {
     const WANTED: [&str; 7] =
         ["avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16"];
@@ -58,7 +59,7 @@ fn features(cpuinfo: &str) -> Vec<&'static str> {
 }
 
 fn memory(system: &System) -> Finding {
-    // A container may have less than the machine.
+    // A container may be limited to less memory than the machine has.
     let limit = system.cgroup_limits().map(|limits| (limits.total_memory, limits.free_memory));
     let machine = (system.total_memory(), system.available_memory());
     let (total, free) = limit.filter(|limit| limit.0 > 0 && limit.0 < machine.0).unwrap_or(machine);
@@ -73,11 +74,11 @@ fn libc() -> Finding {
     let output = Command::new("getconf").arg("GNU_LIBC_VERSION").output();
     let text = output.ok().filter(|output| output.status.success());
     let text = text.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
-    // That this program runs says that it is new enough for it, the engine's start the same for that.
+    // The C library is new enough for this program, and for the engine if that starts.
     Finding::ok("C library", text.unwrap_or_else(|| "not known (no getconf)".to_owned()))
 }
 
-/// The driver's release and the GPUs, as the kernel's module tells them.
+/// The driver's release and the GPUs, as reported by the kernel module.
 pub(super) fn driver() -> String {
     let version = fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     let release = driver_release(&version).map_or("driver".to_owned(), |r| format!("driver {r}"));
@@ -92,7 +93,7 @@ pub(super) fn driver() -> String {
     if models.is_empty() { release } else { format!("{release}, {}", models.join(", ")) }
 }
 
-/// `580.82.07` of `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Wed ...`.
+/// Extracts `580.82.07` from `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Wed ...`.
 fn driver_release(version: &str) -> Option<&str> {
     version
         .lines()
@@ -116,7 +117,7 @@ fn disk(what: &'static str, dir: &Path) -> Finding {
         return Finding::missing(what, found, "name a writable directory (--dir, TMPDIR)");
     }
     let found = format!("{} free at {shown}", gib(room));
-    // Of temporary files there are only small ones.
+    // Temporary files are small.
     match what {
         _ if room < FULL_DISK => Finding::missing(what, found, "make room"),
         "disk" if room < SMALL_DISK => {
@@ -143,7 +144,6 @@ fn free_port(port: u16) -> Finding {
     }
 }
 
-/// Bytes in GiB.
 fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / GIB as f64)
 }

@@ -1,4 +1,4 @@
-//! The programs and what they load: engine, libtorch, CUDA, NCCL.
+//! Checks the programs and the libraries they load: engine, libtorch, CUDA, NCCL.
 
 use std::process::Stdio;
 
@@ -12,7 +12,7 @@ use super::finding::Finding;
 
 const PIP: &str = "`pip install torch==2.11.0` in the environment of dflash";
 
-/// What `dflash engine-info` prints.
+/// Output of `dflash engine-info`.
 #[derive(Debug, Deserialize)]
 struct EngineInfo {
     version: String,
@@ -27,7 +27,7 @@ struct EngineInfo {
     nccl_failure: Option<String>,
 }
 
-/// Looks at what the programs need to start, by starting the engine.
+/// Checks what the programs need to start, by starting the engine.
 pub(super) fn look() -> Vec<Finding> {
     let mut findings = vec![Finding::ok("dflash", env!("CARGO_PKG_VERSION"))];
     findings.extend(
@@ -82,7 +82,8 @@ fn look_at_engine(findings: &mut Vec<Finding>, libtorch: &Found) {
     }
 }
 
-/// Starts the engine and reads its answer; else the reason, which is often the loader's.
+/// Starts the engine and reads its answer; on failure returns the reason, which often comes from
+/// the dynamic loader.
 fn ask_engine() -> Result<EngineInfo, String> {
     let mut command = engine::command(["engine-info".into()]).map_err(|error| error.to_string())?;
     let program = command.get_program().to_string_lossy().into_owned();
@@ -111,7 +112,7 @@ fn engine_finding(info: &EngineInfo) -> Finding {
     Finding::ok("engine", text)
 }
 
-/// The level of the processor's instructions in force, with those that there are.
+/// The CPU instruction level in use, and the levels available.
 fn level_finding(info: &EngineInfo) -> Finding {
     let EngineInfo { cpu_level, libtorch_level, mkl_level, .. } = info;
     let here: Vec<&str> = CpuLevel::here().into_iter().map(CpuLevel::name).collect();

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the certificates of the https tests, good for a hundred years: an authority of their own
-# (ca.pem), and a server at 127.0.0.1 (cert.pem, key.pem). The keys protect nothing.
+# Creates the certificates of the https tests, valid for a hundred years: a private authority (ca.pem), and
+# a server at 127.0.0.1 (cert.pem, key.pem). The keys protect nothing.
 set -euo pipefail
 cd "$(dirname "$0")"
 work=$(mktemp -d)

@@ -1,4 +1,4 @@
-//! The whole step at the shapes that people train, and what the budget makes of it.
+//! The whole step at typical training shapes, and its budget.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -49,7 +49,7 @@ const QWEN3_32B: Dimensions = Dimensions {
     vocabulary: 151_936,
 };
 
-/// Its head and width; the draft's layers are Qwen3's, with an MLP of the usual three widths.
+/// Its lm_head and hidden size; the layers are Qwen3's, with an MLP of three times that size.
 const GPT_OSS_120B: Dimensions = Dimensions {
     name: "gpt-oss-120b",
     hidden: 2880,
@@ -148,10 +148,10 @@ fn refusal(f: impl FnOnce()) -> String {
     panic.downcast_ref::<String>().cloned().expect("a panic with a message")
 }
 
-/// Launches beyond products of a step of 512 anchors, whatever the shape, and in calls of flash attention:
-/// for each layer nine calls, of one launch forward and five backward.
+/// Maximum launches of a step of 512 anchors, for any shape: outside matmuls, and in flash
+/// attention, where each layer makes nine calls with one launch forward and five backward.
 const MOST_LAUNCHES: (u64, u64) = (400, 5 * 9 * 6);
-/// Of Qwen3-8B on an H200, at 512 and at 3,072 anchors.
+/// Minimum utilization for Qwen3-8B on an H200, with 512 and with 3,072 anchors.
 const LEAST_MFU: [(usize, f64); 2] = [(512, 0.42), (3072, 0.50)];
 
 #[test]
@@ -173,7 +173,7 @@ fn a_step_launches_few_kernels_and_never_waits() {
     }
 }
 
-/// The whole day is told beside the burst: fewer of the peak's operations, in products alone.
+/// The sustained figures are reported in addition: lower, for matmuls only.
 #[test]
 fn a_slow_day_is_told_too() {
     let budget = budget(&QWEN3_8B, 512, "H200");
@@ -207,9 +207,9 @@ fn what_is_noted_is_the_arithmetic_that_the_row_needs() {
         let q_width = (of.heads.0 * of.head_dim) as f64;
         let kv_width = 2.0 * (of.heads.1 * of.head_dim) as f64;
         let attention = 4.0 * q_width * work.full_pairs * draft.layers.len() as f64;
-        // the kernels compute the scores again in their backward pass
+        // the kernels recompute the scores in their backward pass
         assert_eq!(sum(true), 3.5 * attention, "{}", of.name);
-        // a gradient of the first layer's input is computed, though nothing needs it
+        // the gradient of the first layer's input is computed, although nothing needs it
         let unneeded = 2.0 * work.slots * of.hidden as f64 * (q_width + kv_width);
         let expected = work.flops(&draft).total() - 3.0 * attention + unneeded;
         assert!(
@@ -227,7 +227,7 @@ fn the_peak_holds_weights_state_and_activations() {
     let elements = dflash_draft::DraftLayout::new(&draft).elements() as f64;
     let record = shape(&draft, &row, 512).record().unwrap();
     let head = 2.0 * (2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden) as f64;
-    // master weights, gradients and two moments in float32, the copy in bfloat16
+    // master weights, gradients and two moments in float32, and the bfloat16 copy
     let state = elements * 18.0 + head;
     let peak = record.peak_bytes as f64;
     assert!(peak > state && peak < 2.0 * state, "{peak} {state}");
