@@ -27,7 +27,7 @@ const BF16_BOUND: f64 = 1.5e-1;
 
 /// A device, and the type of weights and activations on it.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
+pub struct TestPlace {
     /// Device.
     pub device: Device,
     /// Float32 or bfloat16.
@@ -41,12 +41,12 @@ pub struct Place {
 /// # Panics
 /// If a variable has another value, or libtorch does not see the requested GPU: a GPU test must not
 /// pass on a CPU.
-pub fn place() -> Place {
-    static PLACE: OnceLock<Place> = OnceLock::new();
+pub fn place() -> TestPlace {
+    static PLACE: OnceLock<TestPlace> = OnceLock::new();
     let place = *PLACE.get_or_init(|| {
         let is_fake_cuda = variable(DEVICE).as_deref() == Some(FAKE_CUDA);
         let device = if is_fake_cuda { Device::Cuda(0) } else { device() };
-        Place { device, kind: kind(), is_fake_cuda }
+        TestPlace { device, kind: kind(), is_fake_cuda }
     });
     if place.is_fake_cuda {
         // Each test runs on its own thread.
@@ -81,7 +81,7 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-impl Place {
+impl TestPlace {
     /// Moves `x` there, and floating-point values to its type.
     pub fn put(self, x: &Tensor) -> Tensor {
         let x = x.to_device(self.device);

@@ -149,10 +149,11 @@ impl DraftConfig {
     pub fn save_speculators(
         &self,
         dir: &Path,
-        (dtype, draft_vocab_size): (&str, usize),
+        dtype: &str,
+        draft_vocab_size: usize,
         verifier: &Verifier,
     ) -> Result<()> {
-        write_config(dir, &speculators::to_json(self, (dtype, draft_vocab_size), verifier))
+        write_config(dir, &speculators::to_json(self, dtype, draft_vocab_size, verifier))
     }
 
     fn from_fields(fields: Fields) -> Result<Self> {

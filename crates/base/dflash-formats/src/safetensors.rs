@@ -58,7 +58,7 @@ impl Header {
     pub fn open(path: &Path) -> Result<(File, Self)> {
         let file = File::open(path).map_err(Error::read(path))?;
         let size = file.metadata().map_err(Error::read(path))?.len();
-        let header = Self::read(path, &file, (size, LONGEST_HEADER))?;
+        let header = Self::read(path, &file, size, LONGEST_HEADER)?;
         Ok((file, header))
     }
 
@@ -66,7 +66,7 @@ impl Header {
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn read(path: &Path, mut input: impl Read, (size, longest): (u64, u64)) -> Result<Self> {
+    pub fn read(path: &Path, mut input: impl Read, size: u64, longest: u64) -> Result<Self> {
         let damaged = |reason: String| {
             Err(Error::Damaged { path: path.into(), format: "safetensors", reason })
         };
@@ -125,7 +125,7 @@ mod tests {
 
     fn read(bytes: &[u8]) -> Result<Header> {
         let size = bytes.len() as u64;
-        Header::read(Path::new("x.safetensors"), bytes, (size, LONGEST_HEADER))
+        Header::read(Path::new("x.safetensors"), bytes, size, LONGEST_HEADER)
     }
 
     #[test]

@@ -9,7 +9,7 @@ use hf_hub::{HFClient, HFError, HFRepository};
 
 use crate::error::Reason;
 use crate::name::Name;
-use crate::part::Part;
+use crate::part::ModelPart;
 use crate::progress::Meter;
 
 /// The branch on which the Hub keeps its Parquet conversion of a dataset.
@@ -54,7 +54,7 @@ impl Session {
     }
 
     /// The directory with `part` of a model, complete.
-    pub(crate) async fn model(&self, name: Name<'_>, part: Part) -> Result<PathBuf, Reason> {
+    pub(crate) async fn model(&self, name: Name<'_>, part: ModelPart) -> Result<PathBuf, Reason> {
         let repository = self.client.model(name.owner, name.name);
         if !self.offline {
             known(&repository).await?;

@@ -12,7 +12,7 @@ use crate::client::Session;
 use crate::error::{Error, Reason};
 use crate::name::Name;
 use crate::owner::with_owner;
-use crate::part::Part;
+use crate::part::ModelPart;
 use crate::recognise;
 
 /// How often a download checks the stop flag.
@@ -60,7 +60,7 @@ impl Hub {
     /// # Errors
     /// [`Error::NoDirectory`], [`Error::Misnamed`], [`Error::Fetch`] or, once `stop` is set,
     /// [`Error::Interrupted`].
-    pub fn model(&self, name: &str, part: Part, stop: &AtomicBool) -> Result<PathBuf, Error> {
+    pub fn model(&self, name: &str, part: ModelPart, stop: &AtomicBool) -> Result<PathBuf, Error> {
         let path = Path::new(name);
         let dir =
             if path.is_dir() { path.to_path_buf() } else { self.fetched_model(name, part, stop)? };
@@ -70,7 +70,12 @@ impl Hub {
         }
     }
 
-    fn fetched_model(&self, name: &str, part: Part, stop: &AtomicBool) -> Result<PathBuf, Error> {
+    fn fetched_model(
+        &self,
+        name: &str,
+        part: ModelPart,
+        stop: &AtomicBool,
+    ) -> Result<PathBuf, Error> {
         let (model, path) = (part.model(), Path::new(name));
         if path.is_file() {
             let is = recognise::file(path, part);

@@ -21,5 +21,5 @@ pub use error::{Error, Misnamed, Reason};
 pub use hub::{Hub, Split, cache_dir};
 pub use login::Login;
 pub use name::is_repository;
-pub use part::Part;
+pub use part::ModelPart;
 pub use push::{Outgoing, Publication, Published, Refusal, Token};

@@ -26,7 +26,7 @@ const DRAFT_FILES: [&str; 2] = [CONFIG, "draft_vocabulary.safetensors"];
 
 /// A part of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
+pub enum ModelPart {
     /// A target's tokenizer and chat template.
     Tokenizer,
     /// A target's config.json.
@@ -40,7 +40,7 @@ pub enum Part {
     Draft,
 }
 
-impl Part {
+impl ModelPart {
     /// The kind of model that it belongs to.
     pub(crate) fn model(self) -> &'static str {
         match self {
@@ -113,10 +113,10 @@ impl Part {
 
 /// The shards of the part that the index names; only plain file names, because the index comes from
 /// outside.
-fn shards(dir: &Path, part: Part) -> Option<BTreeSet<String>> {
+fn shards(dir: &Path, part: ModelPart) -> Option<BTreeSet<String>> {
     let index: Value = serde_json::from_slice(&std::fs::read(dir.join(INDEX)).ok()?).ok()?;
     let tensors = index["weight_map"].as_object()?.iter();
-    let wanted = tensors.filter(|(tensor, _)| part != Part::Head || is_outside_layers(tensor));
+    let wanted = tensors.filter(|(tensor, _)| part != ModelPart::Head || is_outside_layers(tensor));
     let names = wanted.filter_map(|(_, file)| file.as_str());
     Some(
         names
@@ -151,7 +151,7 @@ mod tests {
             "mtp.norm.weight": "5.safetensors",
         }});
         std::fs::write(dir.path().join(INDEX), index.to_string()).unwrap();
-        assert_eq!(Part::Head.weights(dir.path()), ["1.safetensors", "3.safetensors"]);
-        assert_eq!(Part::Target.weights(dir.path()).len(), 5);
+        assert_eq!(ModelPart::Head.weights(dir.path()), ["1.safetensors", "3.safetensors"]);
+        assert_eq!(ModelPart::Target.weights(dir.path()).len(), 5);
     }
 }

@@ -7,13 +7,13 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::error::Misnamed;
-use crate::part::Part;
+use crate::part::ModelPart;
 
 /// The first bytes of a GGUF file.
 const GGUF: &[u8; 4] = b"GGUF";
 
 /// What the file `path` is, where a model directory is needed.
-pub(crate) fn file(path: &Path, part: Part) -> Misnamed {
+pub(crate) fn file(path: &Path, part: ModelPart) -> Misnamed {
     let mut magic = [0; 4];
     let read = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut magic));
     let named_gguf = path.extension().is_some_and(|ending| ending == "gguf");
@@ -25,7 +25,7 @@ pub(crate) fn file(path: &Path, part: Part) -> Misnamed {
 }
 
 /// What the model in `dir` is, if it is not a `part`.
-pub(crate) fn directory(dir: &Path, part: Part) -> Option<Misnamed> {
+pub(crate) fn directory(dir: &Path, part: ModelPart) -> Option<Misnamed> {
     let text = match std::fs::read(dir.join("config.json")) {
         Ok(text) => text,
         // Quantized models are often fetched as a folder of such files alone.
@@ -155,8 +155,8 @@ mod tests {
             std::fs::write(&path, bytes).unwrap();
             path
         };
-        assert_eq!(file(&path("blob", b"GGUF\x03"), Part::Target), Misnamed::GgufTarget);
-        assert_eq!(file(&path("a.gguf", b""), Part::Draft), Misnamed::GgufDraft);
-        assert_eq!(file(&path("b.bin", b"none"), Part::Head), Misnamed::File);
+        assert_eq!(file(&path("blob", b"GGUF\x03"), ModelPart::Target), Misnamed::GgufTarget);
+        assert_eq!(file(&path("a.gguf", b""), ModelPart::Draft), Misnamed::GgufDraft);
+        assert_eq!(file(&path("b.bin", b"none"), ModelPart::Head), Misnamed::File);
     }
 }

@@ -197,7 +197,9 @@ fn layout(row: &Map<String, Value>, needed: Answer) -> Option<Layout<'_>> {
 fn messages_of(row: &Map<String, Value>, needed: Answer) -> Result<Vec<Message>, Error> {
     match layout(row, needed) {
         Some(Layout::Turns(field, turns)) => turn_list(turns, field),
-        Some(Layout::Pair(question, answer)) => pair(row, question, answer),
+        Some(Layout::Pair((asked, question), (answered, answer))) => {
+            pair(row, asked, question, answered, answer)
+        }
         Some(Layout::Benchmark(turns)) => benchmark_turns(turns),
         Some(Layout::Question(asked, question)) => question_turns(row, asked, question),
         None => {
@@ -210,8 +212,10 @@ fn messages_of(row: &Map<String, Value>, needed: Answer) -> Result<Vec<Message>,
 /// A prompt/response pair. Either side may itself be a list of turns, as TRL writes them.
 fn pair(
     row: &Map<String, Value>,
-    (asked, question): (&str, &Value),
-    (answered, answer): (&str, &Value),
+    asked: &str,
+    question: &Value,
+    answered: &str,
+    answer: &Value,
 ) -> Result<Vec<Message>, Error> {
     let mut messages = question_turns(row, asked, question)?;
     match answer {

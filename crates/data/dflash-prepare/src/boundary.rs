@@ -42,7 +42,7 @@ impl From<Error> for Refusal {
 
 /// The samples of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rows {
+pub struct ConversationRows {
     /// The samples, in order; none if no turn is trained on.
     pub samples: Vec<Sample>,
     /// Assistant turns of tool calls that the template does not print. They are context only.
@@ -77,7 +77,7 @@ pub fn conversation_rows(
     conversation: &Conversation,
     cache: &mut SegmentCache,
     seq_length: usize,
-) -> Result<Rows, Refusal> {
+) -> Result<ConversationRows, Refusal> {
     if conversation.messages.is_empty() {
         return Err(Refusal::Dropped(DropReason::Empty));
     }
@@ -108,7 +108,7 @@ pub fn conversation_rows(
         return Err(Refusal::Dropped(DropReason::NoAnswer));
     }
     let answers = renderer.answers;
-    Ok(Rows { samples: turns.into_samples(), unprinted_calls, answers })
+    Ok(ConversationRows { samples: turns.into_samples(), unprinted_calls, answers })
 }
 
 /// How many messages start within the text that can fill `seq_length` tokens.

@@ -15,7 +15,7 @@ mod provenance;
 mod run;
 mod source;
 
-pub use boundary::{Refusal, Rows, conversation_rows};
+pub use boundary::{ConversationRows, Refusal, conversation_rows};
 pub use dflash_chat::panics_are_caught;
 pub use error::Error;
 pub use outcome::{Answers, DropReason, Dropped, Tally};

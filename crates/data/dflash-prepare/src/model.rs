@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
 use dflash_data::PreparedFor;
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_settings::PrepareSettings;
 use serde_json::Value;
 
@@ -24,7 +24,7 @@ pub(crate) struct Model {
 
 impl Model {
     pub(crate) fn load(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Self, Error> {
-        let dir = Hub::from_env().model(settings.target(), Part::Tokenizer, stop)?;
+        let dir = Hub::from_env().model(settings.target(), ModelPart::Tokenizer, stop)?;
         let mut tokenizer = ChatTokenizer::load(&dir)?;
         if let Some(variables) = &settings.chat_template_kwargs {
             tokenizer.extend_template_variables(variables.clone())?;

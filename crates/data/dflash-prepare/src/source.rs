@@ -92,7 +92,7 @@ pub(crate) fn read(
 
 /// Where a source's files are.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum SourceLocation {
     /// On this machine.
     Local(Vec<PathBuf>),
     /// Still to be fetched.
@@ -100,16 +100,19 @@ pub(crate) enum Place {
 }
 
 /// Finds out what each argument stands for, without fetching anything.
-pub(crate) fn locate(specs: &[String]) -> Result<Vec<(String, Place)>, Error> {
+pub(crate) fn locate(specs: &[String]) -> Result<Vec<(String, SourceLocation)>, Error> {
     specs.iter().map(|spec| Ok((spec.clone(), place(spec)?))).collect()
 }
 
 /// Fetches files that are on the Hub.
-pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<Vec<Source>, Error> {
+pub(crate) fn fetch(
+    places: Vec<(String, SourceLocation)>,
+    stop: &AtomicBool,
+) -> Result<Vec<Source>, Error> {
     let fetched = |(data, place)| {
         let files = match place {
-            Place::Local(files) => files,
-            Place::Hub(split) => Hub::from_env().split(&split, LOCAL_FILES, stop)?,
+            SourceLocation::Local(files) => files,
+            SourceLocation::Hub(split) => Hub::from_env().split(&split, LOCAL_FILES, stop)?,
         };
         Ok(Source { data, files, rows: None })
     };
@@ -161,14 +164,14 @@ impl Input {
     }
 }
 
-fn place(spec: &str) -> Result<Place, Error> {
+fn place(spec: &str) -> Result<SourceLocation, Error> {
     let path = Path::new(spec);
     if path.is_dir() {
-        return files::of_directory(path).map(Place::Local);
+        return files::of_directory(path).map(SourceLocation::Local);
     }
     if path.is_file() {
         return match files::is_known(path) {
-            true => Ok(Place::Local(vec![path.to_path_buf()])),
+            true => Ok(SourceLocation::Local(vec![path.to_path_buf()])),
             false => Err(Error::UnknownFile { path: path.into() }),
         };
     }
@@ -189,7 +192,7 @@ fn place(spec: &str) -> Result<Place, Error> {
     if !repo.contains('/') {
         return Err(unknown());
     }
-    Ok(Place::Hub(Split { repo: repo.into(), config: config.into(), split: split.into() }))
+    Ok(SourceLocation::Hub(Split { repo: repo.into(), config: config.into(), split: split.into() }))
 }
 
 #[cfg(test)]
@@ -200,7 +203,11 @@ mod tests {
     fn words_stand_for_files_presets_or_repositories() {
         let check = |spec: &str, repo: &str, config: &str, split: &str| {
             let [repo, config, split] = [repo, config, split].map(str::to_owned);
-            assert_eq!(place(spec).unwrap(), Place::Hub(Split { repo, config, split }), "{spec}");
+            assert_eq!(
+                place(spec).unwrap(),
+                SourceLocation::Hub(Split { repo, config, split }),
+                "{spec}"
+            );
         };
         check("sharegpt", "Aeala/ShareGPT_Vicuna_unfiltered", "default", "train");
         check("nemotron", "nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat");
@@ -229,7 +236,7 @@ mod tests {
             std::fs::write(path(name), "").unwrap();
         }
         let found = place(dir.path().to_str().unwrap()).unwrap();
-        assert_eq!(found, Place::Local(vec![path("a.json"), path("b.jsonl")]));
+        assert_eq!(found, SourceLocation::Local(vec![path("a.json"), path("b.jsonl")]));
         check_error(&path("README.md"), "not a .jsonl, .json or .parquet");
         std::fs::write(path("state.json"), "{}").unwrap();
         std::fs::write(path("dataset_info.json"), "{}").unwrap();

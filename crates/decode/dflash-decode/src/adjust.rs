@@ -56,7 +56,8 @@ pub(crate) struct Adjuster {
 impl Adjuster {
     /// `None` if no adjustment is requested.
     pub(crate) fn new(
-        (asked, grammar): (LogitAdjustments, Option<Grammar>),
+        asked: LogitAdjustments,
+        grammar: Option<Grammar>,
         prompt: &[i64],
         stop_ids: &[i64],
     ) -> Option<Self> {
@@ -170,7 +171,7 @@ mod tests {
             min_tokens: 4,
         };
         // The prompt has 0 and 1, the answer 1 twice; 5 is the end token.
-        let mut adjuster = Adjuster::new((asked, None), &[0, 1], &[5]).unwrap();
+        let mut adjuster = Adjuster::new(asked, None, &[0, 1], &[5]).unwrap();
         adjuster.take(&[1]);
         adjuster.take(&[1]);
         let logits = Tensor::from_slice(&[3.0f32, -3.0, 1.0, 2.0, 0.0, 9.0]).expand([3, 6], false);
@@ -182,6 +183,6 @@ mod tests {
         // The minimum of four tokens is reached.
         assert_eq!(found[12..], [1.5, -7.25, -0.25, 0.25, 10.0, 9.0]);
         assert_eq!(logits.double_value(&[0, 0]), 3.0);
-        assert!(Adjuster::new((LogitAdjustments::default(), None), &[0], &[5]).is_none());
+        assert!(Adjuster::new(LogitAdjustments::default(), None, &[0], &[5]).is_none());
     }
 }

@@ -51,11 +51,12 @@ pub struct DecodeReport {
 /// As [`evaluate`]; [`dflash_eval::Error::NotLossless`] if texts differ by more than ties.
 pub fn bench_decode(
     settings: &BenchDecodeSettings,
-    (target_dir, draft_dir): (&Path, &Path),
+    target_dir: &Path,
+    draft_dir: &Path,
     stop: &AtomicBool,
 ) -> Result<DecodeReport, Error> {
     let draft = DraftSource::Trained { name: settings.draft.clone(), dir: draft_dir.into() };
-    let report = evaluate(&as_evaluation(settings), (target_dir, &[draft]), stop)?;
+    let report = evaluate(&as_evaluation(settings), target_dir, &[draft], stop)?;
     report.check()?;
     Ok(DecodeReport::of(&report))
 }

@@ -9,7 +9,7 @@ pub(crate) struct Marks {
 impl Marks {
     /// Green, or `{+text+}`.
     pub(crate) fn accepted(self, text: &str) -> String {
-        self.around(text, ("\x1b[32m", "\x1b[0m"), ("{+", "+}"))
+        self.around(text, &GREEN, &ADDED)
     }
 
     /// Red and struck through, or `[-text-]`; on one line, being outside the text.
@@ -21,14 +21,25 @@ impl Marks {
             letter => letter,
         };
         let text: String = text.chars().map(on_one_line).collect();
-        self.around(&text, ("\x1b[31;9m", "\x1b[0m"), ("[-", "-]"))
+        self.around(&text, &STRUCK_OUT, &REMOVED)
     }
 
-    fn around(self, text: &str, color: (&str, &str), plain: (&str, &str)) -> String {
-        let (before, after) = if self.colored { color } else { plain };
+    fn around(self, text: &str, colored: &Delimiters, plain: &Delimiters) -> String {
+        let Delimiters { before, after } = if self.colored { colored } else { plain };
         if text.is_empty() { String::new() } else { format!("{before}{text}{after}") }
     }
 }
+
+/// What marks a part of a line on both sides.
+struct Delimiters {
+    before: &'static str,
+    after: &'static str,
+}
+
+const GREEN: Delimiters = Delimiters { before: "\x1b[32m", after: "\x1b[0m" };
+const STRUCK_OUT: Delimiters = Delimiters { before: "\x1b[31;9m", after: "\x1b[0m" };
+const ADDED: Delimiters = Delimiters { before: "{+", after: "+}" };
+const REMOVED: Delimiters = Delimiters { before: "[-", after: "-]" };
 
 #[cfg(test)]
 mod tests {

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::Error;
 use crate::limits::Limits;
-use crate::rows::{Place, fits, prompt_ids};
+use crate::rows::{RowPlace, fits, prompt_ids};
 
 /// What a dialogue needs from the target.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +60,11 @@ impl Dialogue {
     ///
     /// # Errors
     /// A row that cannot be parsed or has no question.
-    pub(crate) fn new(row: &Value, place: Place<'_>, speaker: Speaker<'_>) -> Result<Self, Error> {
+    pub(crate) fn new(
+        row: &Value,
+        place: RowPlace<'_>,
+        speaker: Speaker<'_>,
+    ) -> Result<Self, Error> {
         let mut dialogue = Self {
             place: place.owned(),
             messages: Vec::new(),
@@ -165,7 +169,7 @@ impl Dialogue {
     }
 
     fn prompt(&self, speaker: Speaker<'_>) -> Result<Vec<i64>, dflash_chat::Error> {
-        prompt_ids(speaker.tokenizer, (&self.messages, self.tools.as_ref()), speaker.config)
+        prompt_ids(speaker.tokenizer, &self.messages, self.tools.as_ref(), speaker.config)
     }
 
     /// Renders the whole conversation with placeholder answers, to detect template errors before

@@ -186,7 +186,8 @@ impl<'a> Engine<'a> {
             // Lengths chosen by timing must not affect the text.
             false => AcceptanceRule::Coupled,
         };
-        let mut sequence = Sequence::new(id, request, self.target, caches);
+        let (cache, context) = caches;
+        let mut sequence = Sequence::new(id, request, self.target, cache, context);
         sequence.sampler = sequence.sampler.accepting_by(rule);
         self.sequences.push(sequence);
         id
@@ -239,7 +240,7 @@ impl<'a> Engine<'a> {
         if let Some(packed) = self.packed.as_mut().filter(|_| self.options.prefix_bytes > 0) {
             packed.catch_up(std::slice::from_mut(&mut sequence), &[0]);
         }
-        keep_caches(&mut self.prefixes, &sequence, (self.target, self.proposer.draft()));
+        keep_caches(&mut self.prefixes, &sequence, self.target, self.proposer.draft());
         let bytes = |(cache, context): &(KvCache, Option<ContextCache>)| {
             cache.bytes() + context.as_ref().map_or(0, ContextCache::bytes)
         };
@@ -282,7 +283,8 @@ impl<'a> Engine<'a> {
             let outputs = self.run(plans, prompts);
             for choice in choices {
                 let sequence = &mut self.sequences[choice.at];
-                self.lengths.verified(&mut sequence.acceptance, &choice, sequence.verified);
+                let (proposed, accepted) = sequence.verified;
+                self.lengths.verified(&mut sequence.acceptance, &choice, proposed, accepted);
             }
             self.keep_stopped(&reading);
             let ended: Vec<SequenceId> =
@@ -319,18 +321,19 @@ impl<'a> Engine<'a> {
 
     /// Executes `plans` and reads pieces of prompts.
     fn run(&mut self, plans: Vec<Plan>, prompts: Vec<Turn>) -> Vec<Output> {
-        let models = (self.target, &self.proposer);
+        let (target, proposer) = (self.target, &self.proposer);
         let is_few = |plan: &Plan| self.packed.as_ref().is_some_and(|packed| packed.takes(plan));
         let (mut few, many): (Vec<Plan>, Vec<Plan>) = plans.into_iter().partition(is_few);
         let mut outputs = Vec::new();
         if let Some(packed) = self.packed.as_mut().filter(|_| !few.is_empty()) {
-            let (made, cost) = packed.step(&mut self.sequences, &mut few, models);
+            let (made, cost) = packed.step(&mut self.sequences, &mut few, target, proposer);
             self.lengths.timed(cost);
             outputs = made;
         }
         if !(many.is_empty() && prompts.is_empty()) {
             let has_prompts = !prompts.is_empty();
-            let (made, cost) = tensors::step(&mut self.sequences, (&many, prompts), models);
+            let sequences = &mut self.sequences;
+            let (made, cost) = tensors::step(sequences, &many, prompts, target, proposer);
             if !has_prompts {
                 self.lengths.timed(cost);
             }
@@ -344,7 +347,7 @@ impl<'a> Engine<'a> {
         for &at in reading {
             let sequence = &self.sequences[at];
             if sequence.is_at_stop() {
-                keep_caches(&mut self.prefixes, sequence, (self.target, self.proposer.draft()));
+                keep_caches(&mut self.prefixes, sequence, self.target, self.proposer.draft());
             }
         }
     }
@@ -463,11 +466,17 @@ impl<'a> Engine<'a> {
 }
 
 /// Keeps a sequence's caches as a prefix for later prompts.
-fn keep_caches(prefixes: &mut Prefixes, sequence: &Sequence, models: (&Target, Option<&Draft>)) {
+fn keep_caches(
+    prefixes: &mut Prefixes,
+    sequence: &Sequence,
+    target: &Target,
+    draft: Option<&Draft>,
+) {
     if sequence.is_whole {
         return;
     }
-    let keep = || no_grad(|| prefixes.insert(sequence.held(), sequence.caches(), models));
+    let (cache, context) = sequence.caches();
+    let keep = || no_grad(|| prefixes.insert(sequence.held(), cache, context, target, draft));
     // If there is no memory for a copy, the others are dropped too.
     if catch_oom(keep).is_err() {
         prefixes.clear();

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::sets::{PromptSet, Rows, locate};
+use dflash_eval::sets::{PromptSet, SetRows, locate};
 use dflash_eval::{EvalMode, EvalReport, Facts, Measured, Memory, SetFacts, check_outputs, write};
 use dflash_hub::Hub;
 use dflash_identity::TargetIdentity;
@@ -19,13 +19,13 @@ use dflash_io::{Progress, Unit, say};
 use dflash_kernels::CpuLevel;
 use dflash_settings::{EvalSettings, Thinking};
 use dflash_target::{Target, TargetConfig, TargetOptions};
-use dflash_tensor::{device_name, kind_name, peak_resident_mib, place};
+use dflash_tensor::{DeviceKind, device_name, kind_name, peak_resident_mib, place};
 use tch::{Device, Kind};
 
 use crate::Error;
 use crate::limits::Limits;
 use crate::models::DraftSource;
-use crate::prompts::{Prompt, usable_rows};
+use crate::prompts::{Prompt, Room, usable_rows};
 use crate::sampling::Sampling;
 
 use drafts::Drafts;
@@ -41,19 +41,20 @@ use together::Together;
 /// Models or prompts that cannot be loaded or do not match; [`Error::Interrupted`].
 pub fn evaluate(
     settings: &EvalSettings,
-    (target_dir, sources): (&Path, &[DraftSource]),
+    target_dir: &Path,
+    sources: &[DraftSource],
     stop: &AtomicBool,
 ) -> Result<EvalReport, Error> {
     check_outputs(settings)?;
     let sets = read_sets(settings, stop)?;
     sets.iter().for_each(|(set, rows)| rows.say_unread_columns(&set.title));
-    let (device, dtype) = place(settings.device, settings.dtype, 0)?;
+    let DeviceKind { device, kind: dtype } = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let name = settings.target.as_deref().unwrap_or_default();
     let identity = TargetIdentity::read(target_dir, name)?;
-    let drafts = Drafts::load(settings, (&target, &identity), sources)?;
-    let asked = ask(settings, (target_dir, target.config()), &sets)?;
-    let results = measure(settings, (&target, &drafts), &asked, stop)?;
+    let drafts = Drafts::load(settings, &target, &identity, sources)?;
+    let asked = ask(settings, target_dir, target.config(), &sets)?;
+    let results = measure(settings, &target, &drafts, &asked, stop)?;
     let cpu_level = (device == Device::Cpu).then(dflash_kernels::cpu_level);
     let facts = Facts {
         target: target_dir.display().to_string(),
@@ -85,13 +86,23 @@ fn described(device: Device, dtype: Kind, cpu_level: Option<CpuLevel>) -> String
     format!("{device}{level}, {dtype}, {} threads", tch::get_num_threads())
 }
 
-fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSet, Rows)>, Error> {
+fn read_sets(
+    settings: &EvalSettings,
+    stop: &AtomicBool,
+) -> Result<Vec<(PromptSet, SetRows)>, Error> {
     let hub = Hub::from_env();
     let read = |set: PromptSet| {
         let rows = set.rows(&hub, settings.limit, stop)?;
         Ok((set, rows))
     };
     locate(&settings.prompts)?.into_iter().map(read).collect()
+}
+
+/// A turn of a row: each is a prompt of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct RowTurn {
+    row: usize,
+    turn: usize,
 }
 
 /// The prompts of a set in one thinking mode.
@@ -106,15 +117,16 @@ struct Asked<'a> {
 /// Renders all prompts before the first is answered, so that errors show early.
 fn ask<'a>(
     settings: &EvalSettings,
-    (target_dir, config): (&Path, &TargetConfig),
-    sets: &'a [(PromptSet, Rows)],
+    target_dir: &Path,
+    config: &TargetConfig,
+    sets: &'a [(PromptSet, SetRows)],
 ) -> Result<Vec<Asked<'a>>, Error> {
     let mut asked = Vec::new();
     for &thinking in &settings.thinking {
         let tokenizer = std::rc::Rc::new(tokenizer(target_dir, thinking)?);
         for (set, rows) in sets {
-            let room = (config, settings.max_new_tokens);
-            let (mut prompts, skipped) = usable_rows((&rows.rows, &rows.source), &tokenizer, room)?;
+            let room = Room { config, max_new: settings.max_new_tokens };
+            let (mut prompts, skipped) = usable_rows(&rows.rows, &rows.source, &tokenizer, room)?;
             if settings.first_turn {
                 prompts = prompts.into_iter().map(Prompt::first_turn).collect();
             }
@@ -143,7 +155,8 @@ fn tokenizer(target_dir: &Path, thinking: Thinking) -> Result<ChatTokenizer, Err
 /// Runs all modes: each thinking mode, set and temperature.
 fn measure(
     settings: &EvalSettings,
-    (target, drafts): (&Target, &Drafts),
+    target: &Target,
+    drafts: &Drafts,
     asked: &[Asked<'_>],
     stop: &AtomicBool,
 ) -> Result<Vec<Measured>, Error> {
@@ -155,7 +168,7 @@ fn measure(
                 let limits =
                     Limits::new(target.config(), &asked.tokenizer, settings.max_new_tokens);
                 results.extend(match concurrency {
-                    1 => one_by_one(settings, (target, drafts), (asked, mode, limits), stop)?,
+                    1 => one_by_one(settings, target, drafts, asked, mode, limits, stop)?,
                     _ => {
                         let together = Together { settings, target, drafts, asked, limits, mode };
                         several(&together, stop)?
@@ -170,12 +183,15 @@ fn measure(
 /// Answers a set prompt by prompt, each plainly and with every draft before the next.
 fn one_by_one(
     settings: &EvalSettings,
-    (target, drafts): (&Target, &Drafts),
-    (asked, mode, limits): (&Asked<'_>, EvalMode, Limits),
+    target: &Target,
+    drafts: &Drafts,
+    asked: &Asked<'_>,
+    mode: EvalMode,
+    limits: Limits,
     stop: &AtomicBool,
 ) -> Result<Vec<Measured>, Error> {
     let sampling = Sampling::at(mode.temperature);
-    let mut measurement = Measurement::new(settings, (target, drafts), (sampling, limits))?;
+    let mut measurement = Measurement::new(settings, target, drafts, sampling, limits)?;
     measurement.warm_up(&asked.prompts[0], stop)?;
     let mut progress = Progress::new("eval", Unit::Items, asked.prompts.len() as u64);
     for (row, prompt) in asked.prompts.iter().enumerate() {
@@ -201,11 +217,11 @@ fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, 
 }
 
 /// Seed of a row's turn, so that answers use different random numbers.
-fn seed_of(seed: u64, (row, turn): (usize, usize)) -> u64 {
+fn seed_of(seed: u64, RowTurn { row, turn }: RowTurn) -> u64 {
     seed.wrapping_add(((row as u64) << 16) + turn as u64)
 }
 
-fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {
+fn set_facts(set: &PromptSet, rows: &SetRows, asked: &[Asked<'_>]) -> SetFacts {
     let skipped = asked.iter().find(|asked| asked.set == set.name).map(|asked| asked.skipped);
     SetFacts {
         name: set.name.clone(),

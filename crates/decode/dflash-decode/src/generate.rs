@@ -167,7 +167,7 @@ impl<'a> Conversation<'a> {
             self.warm_up(&request, stop)?;
         }
         let marks = self.settings.show_blocks.then_some(Marks { colored: self.colored });
-        let mut shown = Shown::new((self.models, self.settings), marks, out);
+        let mut shown = Shown::new(self.models, self.settings, marks, out);
         let made = answer(&mut self.engine, request.clone(), stop, |output| shown.add(output));
         if matches!(made, Err(Error::Interrupted)) {
             let (begun, ..) = shown.finish()?;
@@ -247,7 +247,8 @@ struct Shown<'a> {
 
 impl<'a> Shown<'a> {
     fn new(
-        (models, settings): (&'a Models, &GenerateSettings),
+        models: &'a Models,
+        settings: &GenerateSettings,
         marks: Option<Marks>,
         out: &'a mut dyn Write,
     ) -> Self {

@@ -9,7 +9,7 @@ use dflash_identity::TargetIdentity;
 use dflash_io::say;
 use dflash_settings::{Device, Dtype, NGRAM_SIZE, NGRAM_TOKENS};
 use dflash_target::{Target, TargetOptions};
-use dflash_tensor::place;
+use dflash_tensor::{DeviceKind, place};
 use serde_json::{Map, Value};
 
 use crate::Error;
@@ -104,7 +104,7 @@ impl Models {
         if let Some(threads) = config.threads {
             tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
         }
-        let (device, dtype) = place(config.device, config.dtype, 0)?;
+        let DeviceKind { device, kind: dtype } = place(config.device, config.dtype, 0)?;
         let mut tokenizer = ChatTokenizer::load(&config.target_dir)?;
         if let Some(variables) = config.template_variables {
             tokenizer.extend_template_variables(variables)?;

@@ -318,9 +318,9 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    struct Place(tempfile::TempDir);
+    struct OutputDir(tempfile::TempDir);
 
-    impl Place {
+    impl OutputDir {
         fn new() -> Self {
             Self(tempfile::tempdir().unwrap())
         }
@@ -357,7 +357,7 @@ mod tests {
 
     #[test]
     fn rows_appear_in_order_and_only_when_finished() {
-        let (place, stamp) = (Place::new(), Stamp::of(&[("tokens", 3)]));
+        let (place, stamp) = (OutputDir::new(), Stamp::of(&[("tokens", 3)]));
         let mut output = place.open(&stamp);
         for number in [1, 0, 2] {
             output.push(number, &[row(number)]).unwrap();
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn the_same_stamp_goes_on_and_another_is_refused() {
-        let (place, stamp) = (Place::new(), Stamp::of(&[("tokens", 3)]));
+        let (place, stamp) = (OutputDir::new(), Stamp::of(&[("tokens", 3)]));
         let mut output = place.open(&stamp);
         output.push(0, &[row(0), row(10)]).unwrap();
         output.push(2, &[row(2)]).unwrap();
@@ -395,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_finished_file_gets_more_rows_or_is_left_alone() {
-        let (place, stamp) = (Place::new(), Stamp::of(&[("tokens", 3)]));
+        let (place, stamp) = (OutputDir::new(), Stamp::of(&[("tokens", 3)]));
         let mut output = place.open(&stamp);
         output.push(0, &[row(0), row(10)]).unwrap();
         output.finish().unwrap();
@@ -422,7 +422,7 @@ mod tests {
 
     #[test]
     fn files_of_unknown_making_are_refused() {
-        let (place, stamp) = (Place::new(), Stamp::of(&[("tokens", 3)]));
+        let (place, stamp) = (OutputDir::new(), Stamp::of(&[("tokens", 3)]));
         std::fs::write(place.output(), "mine\n").unwrap();
         assert!(place.refusal(&stamp, 9).contains("out.jsonl"));
         std::fs::remove_file(place.output()).unwrap();

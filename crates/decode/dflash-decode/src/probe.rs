@@ -14,7 +14,7 @@ use crate::Error;
 use crate::answer::answer;
 use crate::engine::{Engine, EngineOptions, Proposals, Request};
 use crate::limits::Limits;
-use crate::prompts::{Prompt, usable_prompts};
+use crate::prompts::{Prompt, Room, usable_prompts};
 use crate::sampling::Sampling;
 
 /// Settings of a measurement.
@@ -47,8 +47,8 @@ impl Probe {
     pub fn open(config: ProbeConfig) -> Result<Self, Error> {
         let tokenizer = ChatTokenizer::load(&config.target)?;
         let target = TargetConfig::load(&config.target)?;
-        let room = (&target, config.max_new_tokens);
-        let (prompts, _) = usable_prompts((&config.prompts, config.limit), &tokenizer, room)?;
+        let room = Room { config: &target, max_new: config.max_new_tokens };
+        let (prompts, _) = usable_prompts(&config.prompts, config.limit, &tokenizer, room)?;
         Ok(Self { config, tokenizer, prompts, target: None })
     }
 
@@ -60,8 +60,10 @@ impl Probe {
     pub fn measure(
         &mut self,
         loaded: &LoadedDraft,
-        (first, stride): (usize, usize),
-        (show, stop): (Show, &AtomicBool),
+        first: usize,
+        stride: usize,
+        show: Show,
+        stop: &AtomicBool,
     ) -> Result<Acceptance, Error> {
         let draft = &loaded.draft;
         let target = match &self.target {
@@ -76,7 +78,7 @@ impl Probe {
         let options = EngineOptions::one_by_one(target, Speculate::Tokens(proposals));
         let mut engine = Engine::new(target, Proposals::Draft(loaded), options)?;
         let limits = Limits::new(target.config(), &self.tokenizer, self.config.max_new_tokens);
-        let room = (target.config(), limits.max_new_tokens);
+        let room = Room { config: target.config(), max_new: limits.max_new_tokens };
         let own: Vec<&Prompt> = self.prompts.iter().skip(first).step_by(stride).collect();
         let title = "validation, decoding prompts";
         let mut progress = Progress::shown(show, title, Unit::Items, own.len() as u64);

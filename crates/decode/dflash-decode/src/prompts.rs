@@ -8,7 +8,7 @@ use dflash_target::TargetConfig;
 use serde_json::Value;
 
 use crate::Error;
-use crate::rows::{Place, fits, prompt_ids, read_rows};
+use crate::rows::{RowPlace, fits, prompt_ids, read_rows};
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prompt {
@@ -22,8 +22,23 @@ pub(crate) struct Prompt {
     pub(crate) ids: Vec<i64>,
 }
 
-/// At most `limit` prompts of a file, without those that leave no room for `max_new` answer tokens,
-/// and the number of those.
+/// The room that a prompt must leave for its answer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room<'a> {
+    /// The target's, whose context holds prompt and answer.
+    pub(crate) config: &'a TargetConfig,
+    /// Tokens of an answer at most.
+    pub(crate) max_new: usize,
+}
+
+impl Room<'_> {
+    fn fits(self, ids: &[i64]) -> bool {
+        fits(ids, self.config, self.max_new)
+    }
+}
+
+/// At most `limit` prompts of a file, without those that do not fit `room`, and the number of
+/// those.
 ///
 /// For a conversation the prompt is everything before its last answer; for user turns without
 /// answers between them, the first turn. For token ids it is everything before the first supervised
@@ -33,12 +48,13 @@ pub(crate) struct Prompt {
 /// The file or a row cannot be read, rendered or answered (the line is named); or no prompt is
 /// left.
 pub(crate) fn usable_prompts(
-    (path, limit): (&Path, Option<usize>),
+    path: &Path,
+    limit: Option<usize>,
     tokenizer: &ChatTokenizer,
-    (target, max_new): (&TargetConfig, usize),
+    room: Room<'_>,
 ) -> Result<(Vec<Prompt>, usize), Error> {
-    let read = |row, place: Place<'_>| prompt_of(&row, place, (tokenizer, target));
-    with_room(read_rows((path, limit), read)?, path, (target, max_new))
+    let read = |row, place: RowPlace<'_>| prompt_of(&row, place, tokenizer, room.config);
+    with_room(read_rows(path, limit, read)?, path, room)
 }
 
 /// [`usable_prompts`] for the `rows` of a set that came from `source`.
@@ -46,25 +62,27 @@ pub(crate) fn usable_prompts(
 /// # Errors
 /// As [`usable_prompts`].
 pub(crate) fn usable_rows(
-    (rows, source): (&[SetRow], &str),
+    rows: &[SetRow],
+    source: &str,
     tokenizer: &ChatTokenizer,
-    (target, max_new): (&TargetConfig, usize),
+    room: Room<'_>,
 ) -> Result<(Vec<Prompt>, usize), Error> {
-    let read =
-        |row: &SetRow| prompt_of(&row.row, Place::new(&row.path, row.line), (tokenizer, target));
+    let read = |row: &SetRow| {
+        prompt_of(&row.row, RowPlace::new(&row.path, row.line), tokenizer, room.config)
+    };
     let prompts = rows.iter().map(read).collect::<Result<_, _>>()?;
-    with_room(prompts, Path::new(source), (target, max_new))
+    with_room(prompts, Path::new(source), room)
 }
 
 fn with_room(
     mut prompts: Vec<Prompt>,
     path: &Path,
-    (target, max_new): (&TargetConfig, usize),
+    room: Room<'_>,
 ) -> Result<(Vec<Prompt>, usize), Error> {
     let read = prompts.len();
-    prompts.retain(|prompt| fits(&prompt.ids, target, max_new));
+    prompts.retain(|prompt| room.fits(&prompt.ids));
     if prompts.is_empty() {
-        let context = target.max_position_embeddings;
+        let context = room.config.max_position_embeddings;
         return Err(Error::NoPrompts { path: path.into(), context });
     }
     let skipped = read - prompts.len();
@@ -73,8 +91,9 @@ fn with_room(
 
 fn prompt_of(
     row: &Value,
-    place: Place<'_>,
-    (tokenizer, target): (&ChatTokenizer, &TargetConfig),
+    place: RowPlace<'_>,
+    tokenizer: &ChatTokenizer,
+    target: &TargetConfig,
 ) -> Result<Prompt, Error> {
     let row = parse_prompt_row(row).map_err(|error| place.error(error))?;
     let (messages, later_turns, tools, ids) = match row {
@@ -86,7 +105,7 @@ fn prompt_of(
             let (first, end) = open_turns(&messages).ok_or_else(|| place.no_question())?;
             place.check_content(&messages[..end])?;
             let later_turns = messages.drain(first..).take(end - first).collect();
-            let ids = prompt_ids(tokenizer, (&messages, tools.as_ref()), target)
+            let ids = prompt_ids(tokenizer, &messages, tools.as_ref(), target)
                 .map_err(|error| place.error(error))?;
             (messages, later_turns, tools, ids)
         }
@@ -107,25 +126,25 @@ impl Prompt {
         self
     }
 
-    /// Answers the prompt and, in a multi-turn benchmark, the following turns that leave room for
-    /// `max_new` tokens. `answer` returns the target's tokens.
+    /// Answers the prompt and, in a multi-turn benchmark, the following turns that fit `room`.
+    /// `answer` returns the target's tokens.
     pub(crate) fn dialogue(
         &self,
         tokenizer: &ChatTokenizer,
-        (target, max_new): (&TargetConfig, usize),
+        room: Room<'_>,
         mut answer: impl FnMut(&[i64]) -> Result<Vec<i64>, Error>,
     ) -> Result<(), Error> {
         let mut turn = self.clone();
         loop {
-            match turn.after(&answer(&turn.ids)?, tokenizer, (target, max_new))? {
+            match turn.after(&answer(&turn.ids)?, tokenizer, room)? {
                 Some(next) => turn = next,
                 None => return Ok(()),
             }
         }
     }
 
-    /// The prompt of the next turn after the answer `tokens`; `None` after the last turn, or if
-    /// there is no room for `max_new` tokens.
+    /// The prompt of the next turn after the answer `tokens`; `None` after the last turn, or if it
+    /// does not fit `room`.
     ///
     /// # Errors
     /// The template rejects the conversation.
@@ -133,11 +152,11 @@ impl Prompt {
         &self,
         tokens: &[i64],
         tokenizer: &ChatTokenizer,
-        (target, max_new): (&TargetConfig, usize),
+        room: Room<'_>,
     ) -> Result<Option<Self>, dflash_chat::Error> {
         let text = tokenizer.decode(tokens, true)?;
-        let next = self.next_turn(&text, (tokenizer, target))?;
-        Ok(next.filter(|next| fits(&next.ids, target, max_new)))
+        let next = self.next_turn(&text, tokenizer, room.config)?;
+        Ok(next.filter(|next| room.fits(&next.ids)))
     }
 
     /// The prompt of the next user turn, after `answer` to this one; `None` after the last.
@@ -147,14 +166,15 @@ impl Prompt {
     fn next_turn(
         &self,
         answer: &str,
-        (tokenizer, target): (&ChatTokenizer, &TargetConfig),
+        tokenizer: &ChatTokenizer,
+        target: &TargetConfig,
     ) -> Result<Option<Self>, dflash_chat::Error> {
         let [turn, later_turns @ ..] = self.later_turns.as_slice() else { return Ok(None) };
         let mut next = self.clone();
         next.messages.push(Message::text(Role::Assistant, answer));
         next.messages.push(turn.clone());
         next.later_turns = later_turns.to_vec();
-        next.ids = prompt_ids(tokenizer, (&next.messages, next.tools.as_ref()), target)?;
+        next.ids = prompt_ids(tokenizer, &next.messages, next.tools.as_ref(), target)?;
         Ok(Some(next))
     }
 }

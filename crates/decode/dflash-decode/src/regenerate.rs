@@ -14,7 +14,7 @@ use dflash_eval::sets::SetRow;
 use dflash_io::{Progress, Unit};
 use dflash_settings::RegenerateSettings;
 use dflash_target::TargetConfig;
-use dflash_tensor::place;
+use dflash_tensor::{DeviceKind, place};
 
 use crate::Error;
 use crate::dialogue::{Dialogue, Next, Speaker};
@@ -22,7 +22,7 @@ use crate::engine::{Engine, EngineOptions, Finish, Request, SequenceId};
 use crate::limits::{Limits, check};
 use crate::models::{DraftSource, Models, ModelsConfig};
 use crate::partial::{Found, PartialOutput, find};
-use crate::rows::Place;
+use crate::rows::RowPlace;
 use crate::sampling::Sampling;
 use crate::stamp::Stamp;
 
@@ -75,18 +75,19 @@ pub struct RegenerateSummary {
 /// settings; [`Error::Interrupted`].
 pub fn regenerate(
     settings: &RegenerateSettings,
-    (target_dir, draft): (&Path, DraftSource),
+    target_dir: &Path,
+    draft: DraftSource,
     data: RegenerateData,
     stop: &AtomicBool,
 ) -> Result<RegenerateSummary, Error> {
-    let (_, dtype) = place(settings.device, settings.dtype, 0)?;
+    let DeviceKind { kind: dtype, .. } = place(settings.device, settings.dtype, 0)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let config = TargetConfig::load(target_dir)?;
     let limits = Limits::new(&config, &tokenizer, settings.max_new_tokens);
     let speaker = Speaker { tokenizer: &tokenizer, config: &config, limits: &limits };
     let RegenerateData { files, rows } = data;
     let Dialogues { usable: dialogues, skipped, unread_columns } = read(settings, rows, speaker)?;
-    let stamp = Stamp::new(&files, target_dir, (&config, &tokenizer, &limits), dtype)?;
+    let stamp = Stamp::new(&files, target_dir, speaker, dtype)?;
     let found = find(&settings.output, &stamp, dialogues.len(), settings.overwrite)?;
     let resumed = found.prompts();
     let mut summary = RegenerateSummary {
@@ -150,7 +151,7 @@ fn read(
     let mut unread_columns = NameCounts::default();
     let read = |SetRow { path, line, row }| {
         unread_columns.add_each(unread_prompt_columns(&row));
-        Dialogue::new(&row, Place::new(&path, line), speaker)
+        Dialogue::new(&row, RowPlace::new(&path, line), speaker)
     };
     let mut usable = rows.into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let read = usable.len();

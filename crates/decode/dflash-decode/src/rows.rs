@@ -10,13 +10,13 @@ use crate::Error;
 
 /// The location of a row.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place<'a> {
+pub(crate) struct RowPlace<'a> {
     path: &'a Path,
     /// Counted from 1.
     line: usize,
 }
 
-impl<'a> Place<'a> {
+impl<'a> RowPlace<'a> {
     /// The line of a file.
     pub(crate) fn new(path: &'a Path, line: usize) -> Self {
         Self { path, line }
@@ -69,14 +69,15 @@ impl<'a> Place<'a> {
 /// # Errors
 /// The file cannot be read, or the first error of a row.
 pub(crate) fn read_rows<T>(
-    (path, limit): (&Path, Option<usize>),
-    mut read: impl FnMut(Value, Place<'_>) -> Result<T, Error>,
+    path: &Path,
+    limit: Option<usize>,
+    mut read: impl FnMut(Value, RowPlace<'_>) -> Result<T, Error>,
 ) -> Result<Vec<T>, Error> {
     raw_rows(path)?
         .take(limit.unwrap_or(usize::MAX))
         .map(|raw| {
             let raw = raw?;
-            read(raw.parse(path)?, Place::new(path, raw.line))
+            read(raw.parse(path)?, RowPlace::new(path, raw.line))
         })
         .collect()
 }
@@ -87,7 +88,8 @@ pub(crate) fn read_rows<T>(
 /// The template rejects the messages, or the tokenizer fails.
 pub(crate) fn prompt_ids(
     tokenizer: &ChatTokenizer,
-    (messages, tools): (&[Message], Option<&Value>),
+    messages: &[Message],
+    tools: Option<&Value>,
     target: &TargetConfig,
 ) -> Result<Vec<i64>, dflash_chat::Error> {
     let text = tokenizer.render(messages, tools, true)?;

@@ -211,7 +211,7 @@ impl Sampler {
             Vec::try_from(chosen.flatten(0, -1)).expect("shares are float64")
         };
         let (p, q) = (of_proposed(&target_bv), of_proposed(draft_nv));
-        let (_, uniform) = self.random(first, (rows, 0), KEPT);
+        let RandomNumbers { uniform, .. } = self.random(first, rows, 0, KEPT);
         let kept = (0..proposed.len()).take_while(|&slot| uniform[slot] * q[slot] < p[slot]);
         let kept = kept.count();
         let row = |distributions: &Tensor| distributions.narrow(0, kept as i64, 1);
@@ -242,21 +242,15 @@ impl Sampler {
         };
         let members = (tokens + groups - 1) / groups;
         let groups = (tokens + members - 1) / members;
-        let random = self.random(first, (rows, groups), stream);
+        let random = self.random(first, rows, groups, stream);
         match weights_rv.device() {
             Device::Cpu => draw_on_host(weights_rv, groups as usize, random),
-            _ => draw_by_tensors(weights_rv, (members, groups), random),
+            _ => draw_by_tensors(weights_rv, members, groups, random),
         }
     }
 
-    /// Waiting times [R, G] of the groups at the positions from `first` on, and a uniform number in
-    /// (0, 1) `[R]` for the draw within the winning group.
-    fn random(
-        &self,
-        first: usize,
-        (rows, groups): (i64, i64),
-        stream: u64,
-    ) -> (Vec<f64>, Vec<f64>) {
+    /// The random numbers of the groups at the `rows` positions from `first` on.
+    fn random(&self, first: usize, rows: i64, groups: i64, stream: u64) -> RandomNumbers {
         let mut random = ChaCha8Rng::seed_from_u64(self.seed);
         random.set_stream(stream);
         let (mut waits, mut uniform) = (Vec::new(), Vec::new());
@@ -267,15 +261,23 @@ impl Sampler {
             uniform.push(next());
             waits.extend((0..groups).map(|_| -next().ln()));
         }
-        (waits, uniform)
+        RandomNumbers { waits, uniform }
     }
+}
+
+/// What chance decides of a draw.
+struct RandomNumbers {
+    /// Waiting times [R, G] of the groups.
+    waits: Vec<f64>,
+    /// A number in (0, 1) `[R]` for the draw in the first group.
+    uniform: Vec<f64>,
 }
 
 /// [`Sampler::draw`] without tensor operations, which take longer than a small target's pass.
 fn draw_on_host(
     weights_rv: &Tensor,
     groups: usize,
-    (waits, uniform): (Vec<f64>, Vec<f64>),
+    RandomNumbers { waits, uniform }: RandomNumbers,
 ) -> Vec<i64> {
     let weights = Vec::<f64>::try_from(weights_rv.to_kind(Kind::Double).flatten(0, -1));
     let weights = weights.expect("weights are float64");
@@ -305,8 +307,9 @@ fn draw_on_host(
 /// [`draw_on_host`] for weights on a GPU: only the drawn tokens are transferred.
 fn draw_by_tensors(
     weights_rv: &Tensor,
-    (members, groups): (i64, i64),
-    (waits, uniform): (Vec<f64>, Vec<f64>),
+    members: i64,
+    groups: i64,
+    RandomNumbers { waits, uniform }: RandomNumbers,
 ) -> Vec<i64> {
     let (rows, device) = (weights_rv.size()[0], weights_rv.device());
     let of_group_rmg = weights_rv
@@ -382,9 +385,9 @@ mod tests {
             let weights = logits.softmax(-1, Kind::Double);
             let members = (tokens + GROUPS - 1) / GROUPS;
             let groups = (tokens + members - 1) / members;
-            let random = || sampler.random(4, (30, groups), OWN);
+            let random = || sampler.random(4, 30, groups, OWN);
             let host = draw_on_host(&weights, groups as usize, random());
-            assert_eq!(host, draw_by_tensors(&weights, (members, groups), random()), "{tokens}");
+            assert_eq!(host, draw_by_tensors(&weights, members, groups, random()), "{tokens}");
         }
     }
 

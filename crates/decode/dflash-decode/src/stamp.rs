@@ -8,16 +8,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use dflash_chat::ChatTokenizer;
 use dflash_identity::{TargetIdentity, file_digest, hex};
-use dflash_target::TargetConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tch::Kind;
 
 use crate::Error;
-use crate::limits::Limits;
+use crate::dialogue::Speaker;
 
 /// Entries by the name under which a difference is reported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,9 +30,10 @@ impl Stamp {
     pub(crate) fn new(
         files: &[PathBuf],
         target_dir: &Path,
-        (config, tokenizer, limits): (&TargetConfig, &ChatTokenizer, &Limits),
+        speaker: Speaker<'_>,
         dtype: Kind,
     ) -> Result<Self, Error> {
+        let Speaker { tokenizer, config, limits } = speaker;
         let digests = files.iter().map(|path| file_digest(path)).collect::<Result<Vec<_>, _>>()?;
         // As earlier releases, which took one file, have it.
         let data = match &digests[..] {

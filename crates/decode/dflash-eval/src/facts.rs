@@ -140,7 +140,7 @@ mod tests {
     use dflash_run::EvalMode;
 
     use super::*;
-    use crate::figures::{Part, Whole};
+    use crate::figures::{SetPart, Whole};
     use crate::page::{html, markdown};
     use crate::report::tests::{GREEDY, report, two};
 
@@ -180,7 +180,7 @@ mod tests {
         let whole = |parts: usize| Whole {
             seconds: Some(parts as f64),
             verification: None,
-            parts: vec![Part { tokens: 11, seconds: 1.0 }; parts],
+            parts: vec![SetPart { tokens: 11, seconds: 1.0 }; parts],
         };
         let side = |draft: &str, plain: Option<&Measured>, parts| {
             Measured::new("s", mode, draft, drafted.answers.clone(), whole(parts), None, plain)

@@ -21,12 +21,12 @@ pub struct Whole {
     /// The parts in which a set was answered, each in all modes in turn, with concurrency above 1:
     /// their spread is the error of the times.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub parts: Vec<Part>,
+    pub parts: Vec<SetPart>,
 }
 
 /// A part of a set.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct Part {
+pub struct SetPart {
     /// Tokens of its answers.
     pub tokens: usize,
     /// Seconds from its first request to its last answer.
@@ -51,9 +51,9 @@ impl Whole {
     /// Standard errors of metrics measured over the whole set, by resampling parts; those of
     /// `plain` decoding are the same parts of the set.
     pub(crate) fn noise(&self, plain: Option<&Self>) -> BTreeMap<String, f64> {
-        let of_parts = |parts: &[Part], drawn: &[usize]| {
-            let sum = |of: fn(&Part) -> f64| drawn.iter().map(|&at| of(&parts[at])).sum::<f64>();
-            rate((sum(|part| part.tokens as f64), sum(|part| part.seconds)))
+        let of_parts = |parts: &[SetPart], drawn: &[usize]| {
+            let sum = |of: fn(&SetPart) -> f64| drawn.iter().map(|&at| of(&parts[at])).sum::<f64>();
+            rate(sum(|part| part.tokens as f64), sum(|part| part.seconds))
         };
         let plain = plain.filter(|plain| plain.parts.len() == self.parts.len());
         spread(self.parts.len(), |drawn| {
@@ -91,15 +91,18 @@ pub struct Figures {
     pub median_time_to_first_token_s: Option<f64>,
 }
 
+/// Answers to a set, and what was measured over the whole of it.
+#[derive(Clone, Copy)]
+pub(crate) struct AnsweredSet<'a> {
+    pub(crate) answers: &'a [&'a Answer],
+    pub(crate) whole: &'a Whole,
+}
+
 impl Figures {
-    /// The metrics of `answers` and of the `whole`, relative to `plain` ones, if there are any.
-    pub(crate) fn of(
-        answers: &[&Answer],
-        whole: &Whole,
-        plain: Option<(&[&Answer], &Whole)>,
-    ) -> Self {
-        let alone = Self::alone(answers, whole);
-        let plain = plain.map(|(answers, whole)| Self::alone(answers, whole));
+    /// The metrics of a set, relative to the `plain` answers to it, if there are any.
+    pub(crate) fn of(own: AnsweredSet<'_>, plain: Option<AnsweredSet<'_>>) -> Self {
+        let alone = Self::alone(own);
+        let plain = plain.map(Self::alone);
         let against = |of: fn(&Self) -> Option<f64>| ratio(of(&alone)?, of(plain.as_ref()?)?);
         Self {
             speed_up: against(|figures| figures.tokens_per_second),
@@ -108,7 +111,7 @@ impl Figures {
         }
     }
 
-    fn alone(answers: &[&Answer], whole: &Whole) -> Self {
+    fn alone(AnsweredSet { answers, whole }: AnsweredSet<'_>) -> Self {
         if answers.is_empty() {
             return Self::default();
         }
@@ -118,7 +121,10 @@ impl Figures {
             whole.verification.clone().unwrap_or_else(|| Verification::sum(each.iter().copied()));
         let lengths: Vec<f64> =
             each.iter().filter_map(|verification| verification.acceptance_length()).collect();
-        let per_second = |span| rate(whole.total(answers.iter().copied(), span));
+        let per_second = |span| {
+            let (tokens, seconds) = whole.total(answers.iter().copied(), span);
+            rate(tokens, seconds)
+        };
         let first = || answers.iter().map(|answer| answer.first_token_s);
         Self {
             acceptance_length: verification.acceptance_length(),
@@ -173,7 +179,8 @@ mod tests {
         let plain = [answer(9, 0.5, 4.5, &[]), answer(4, 0.5, 5.5, &[])];
         let (drafted, plain): (Vec<_>, Vec<_>) = (drafted.iter().collect(), plain.iter().collect());
         let none = Whole::default();
-        let figures = Figures::of(&drafted, &none, Some((&plain, &none)));
+        let set = |answers| AnsweredSet { answers, whole: &none };
+        let figures = Figures::of(set(&drafted), Some(set(&plain)));
         assert_eq!(figures.acceptance_length, Some(1.0 + 5.0 / 4.0));
         assert_eq!(figures.acceptance_length_per_response, Some((2.0 + 3.0) / 2.0));
         assert_eq!(figures.acceptance_by_slot, [None, Some(0.5), Some(0.5), Some(0.25)]);
@@ -184,9 +191,9 @@ mod tests {
         assert_eq!(figures.time_to_first_token_s, Some(1.0));
         let names: Vec<String> = figures.named().into_iter().map(|(name, _)| name).collect();
         assert!(names.contains(&"acceptance_slot_3".to_owned()), "{names:?}");
-        let plain = Figures::of(&plain, &none, None);
+        let plain = Figures::of(set(&plain), None);
         assert_eq!((plain.acceptance_length, plain.speed_up), (None, None));
-        assert_eq!(Figures::of(&[], &none, None), Figures::default());
+        assert_eq!(Figures::of(set(&[]), None), Figures::default());
     }
 
     #[test]
@@ -194,7 +201,7 @@ mod tests {
         let whole = |seconds: &[f64]| Whole {
             seconds: Some(seconds.iter().sum()),
             verification: None,
-            parts: seconds.iter().map(|&seconds| Part { tokens: 100, seconds }).collect(),
+            parts: seconds.iter().map(|&seconds| SetPart { tokens: 100, seconds }).collect(),
         };
         let (fast, plain) = (whole(&[1.0, 1.2, 0.8, 1.0]), whole(&[2.0, 2.4, 1.6, 2.0]));
         let noise = fast.noise(Some(&plain));
@@ -211,7 +218,7 @@ mod tests {
         let answers: Vec<_> = answers.iter().collect();
         let verification = Some(Verification { steps: 4, accepted: 12, accepted_by_slot: vec![] });
         let whole = Whole { seconds: Some(5.0), verification, parts: Vec::new() };
-        let figures = Figures::of(&answers, &whole, None);
+        let figures = Figures::of(AnsweredSet { answers: &answers, whole: &whole }, None);
         assert_eq!(figures.tokens_per_second, Some(4.0));
         assert_eq!(figures.acceptance_length, Some(4.0));
         assert_eq!(figures.acceptance_length_per_response, None);

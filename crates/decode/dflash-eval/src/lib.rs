@@ -29,7 +29,7 @@ pub use answer::{Answer, Verification};
 pub use baseline::{Change, Comparison};
 pub use dflash_run::EvalMode;
 pub use error::Error;
-pub use figures::{Figures, Part, Whole};
+pub use figures::{Figures, SetPart, Whole};
 pub use lossless::{Difference, Lossless};
 pub use report::{DraftFacts, EvalReport, Facts, Measured, Memory, SetFacts};
 pub use speed::Speed;

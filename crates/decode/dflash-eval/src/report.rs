@@ -12,7 +12,7 @@ use crate::advice::AUTO_SUFFIX;
 use crate::answer::{Answer, Verification};
 use crate::baseline::Comparison;
 use crate::bootstrap::spread;
-use crate::figures::{Figures, Whole};
+use crate::figures::{AnsweredSet, Figures, Whole};
 use crate::lossless::{Difference, Lossless};
 use crate::speed::{Span, Speed, median};
 
@@ -206,11 +206,10 @@ impl Measured {
         };
         let pairs = plain.and_then(|plain| Pairs::new(&measured, plain));
         let beside = plain.map(|plain| (plain_side(&measured, plain), &plain.whole));
-        measured.figures = Figures::of(
-            &measured.answers.iter().collect::<Vec<_>>(),
-            &measured.whole,
-            beside.as_ref().map(|(answers, whole)| (answers.as_slice(), *whole)),
-        );
+        let beside = beside.as_ref().map(|(answers, whole)| AnsweredSet { answers, whole });
+        let answers: Vec<&Answer> = measured.answers.iter().collect();
+        let own = AnsweredSet { answers: &answers, whole: &measured.whole };
+        measured.figures = Figures::of(own, beside);
         let draws = |drawn: &[usize]| measured.figures_of(drawn, pairs.as_ref()).named();
         measured.noise = spread(measured.responses, draws);
         measured.noise.retain(|name, _| !measured.whole.says(name));
@@ -223,8 +222,8 @@ impl Measured {
     pub(crate) fn figures_of(&self, indices: &[usize], pairs: Option<&Pairs<'_>>) -> Figures {
         let own: Vec<&Answer> = indices.iter().map(|&index| &self.answers[index]).collect();
         let plain = pairs.map(|pairs| (pairs.of(indices), pairs.whole));
-        let plain = plain.as_ref().map(|(answers, whole)| (answers.as_slice(), *whole));
-        Figures::of(&own, &self.whole, plain)
+        let plain = plain.as_ref().map(|(answers, whole)| AnsweredSet { answers, whole });
+        Figures::of(AnsweredSet { answers: &own, whole: &self.whole }, plain)
     }
 
     /// Whether the number of proposals was chosen in each step.

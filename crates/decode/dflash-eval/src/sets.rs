@@ -9,5 +9,5 @@ mod source;
 mod turns;
 
 pub use catalog::{NamedSet, SETS};
-pub use source::{PromptSet, Rows, SetRow, locate};
+pub use source::{PromptSet, SetRow, SetRows, locate};
 pub use turns::open_turns;

@@ -39,15 +39,16 @@ impl Span {
         match self {
             Self::Whole => (answer.tokens as f64, answer.total_s),
             Self::Decode => {
-                let timed = (answer.decode_tokens(), answer.decode_s());
-                if rate(timed).is_some() { timed } else { (0.0, 0.0) }
+                let (tokens, seconds) = (answer.decode_tokens(), answer.decode_s());
+                if rate(tokens, seconds).is_some() { (tokens, seconds) } else { (0.0, 0.0) }
             }
         }
     }
 
     /// Tokens per second of an answer.
     pub(crate) fn rate(self, answer: &Answer) -> Option<f64> {
-        rate(self.of(answer))
+        let (tokens, seconds) = self.of(answer);
+        rate(tokens, seconds)
     }
 
     /// Tokens and seconds of all answers.
@@ -57,7 +58,7 @@ impl Span {
 }
 
 /// Tokens per second; `None` without tokens or without time.
-pub(crate) fn rate((tokens, seconds): (f64, f64)) -> Option<f64> {
+pub(crate) fn rate(tokens: f64, seconds: f64) -> Option<f64> {
     (tokens > 0.0 && seconds > 0.0).then(|| tokens / seconds)
 }
 
@@ -85,8 +86,10 @@ impl Speed {
         let total_plain = |(own, plain): &(&Measured, &Measured)| {
             plain.whole.total(plain_side(own, plain).into_iter(), span)
         };
-        let speculative = rate(sum(own().map(total)));
-        let plain = rate(sum(both.iter().map(total_plain)));
+        let (tokens, seconds) = sum(own().map(total));
+        let speculative = rate(tokens, seconds);
+        let (tokens, seconds) = sum(both.iter().map(total_plain));
+        let plain = rate(tokens, seconds);
         let rates = own().flat_map(|one| &one.answers).filter_map(|answer| span.rate(answer));
         let plain_rates = both.iter().flat_map(|(own, plain)| plain_side(own, plain));
         let ratios = both.iter().flat_map(|(own, plain)| ratios(own, plain, span));

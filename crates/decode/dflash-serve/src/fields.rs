@@ -245,7 +245,7 @@ impl<'de> DeserializeSeed<'de> for Prompts {
     type Value = Option<Vec<Prompt>>;
 
     fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Self::Value, D::Error> {
-        Ok(match (Part { most: self.most, depth: 1 }).deserialize(json)? {
+        Ok(match (PromptPartReader { most: self.most, depth: 1 }).deserialize(json)? {
             PromptPart::Null => None,
             PromptPart::Text(text) => Some(vec![Prompt::Text(text)]),
             PromptPart::Ids(ids) => Some(vec![Prompt::Tokens(ids)]),
@@ -267,12 +267,12 @@ enum PromptPart {
 
 /// Reads it; lists may be nested once.
 #[derive(Clone, Copy)]
-struct Part {
+struct PromptPartReader {
     most: usize,
     depth: usize,
 }
 
-impl<'de> DeserializeSeed<'de> for Part {
+impl<'de> DeserializeSeed<'de> for PromptPartReader {
     type Value = PromptPart;
 
     fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<PromptPart, D::Error> {
@@ -280,7 +280,7 @@ impl<'de> DeserializeSeed<'de> for Part {
     }
 }
 
-impl<'de> Visitor<'de> for Part {
+impl<'de> Visitor<'de> for PromptPartReader {
     type Value = PromptPart;
 
     fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {

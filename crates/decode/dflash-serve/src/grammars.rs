@@ -46,7 +46,8 @@ impl Grammars {
     /// for the grammars of others for `patience`.
     pub(crate) fn new(
         tokenizer: &Arc<ChatTokenizer>,
-        (rows, end_ids): (i64, Vec<i64>),
+        rows: i64,
+        end_ids: Vec<i64>,
         patience: Duration,
     ) -> Self {
         Self {

@@ -147,7 +147,8 @@ fn start_model(
             vocab_size: models.target.vocab_size(),
             grammars: Grammars::new(
                 &models.tokenizer,
-                (models.target.vocab_size(), models.stop_ids()),
+                models.target.vocab_size(),
+                models.stop_ids(),
                 Duration::from_secs_f64(settings.max_wait),
             ),
             stop_ids: models.stop_ids(),

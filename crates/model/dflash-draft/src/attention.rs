@@ -43,7 +43,7 @@ use tch::{Device, Kind, Tensor};
 use chunks::ChunkAttention;
 use halves::HalvesAttention;
 use joined::JoinedAttention;
-use part::Part;
+use part::AttentionPart;
 pub use plan::{BlockPlan, DocumentSpan, Segment, Visibility, WindowRule};
 pub use rectangles::{Rectangle, RectanglePlan};
 
@@ -129,8 +129,8 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    fn part(&self) -> Part {
-        Part { scale: (self.head_dim as f64).powf(-0.5), kernels: self.kernels }
+    fn part(&self) -> AttentionPart {
+        AttentionPart { scale: (self.head_dim as f64).powf(-0.5), kernels: self.kernels }
     }
 
     /// The GPU kernel runner for such queries.

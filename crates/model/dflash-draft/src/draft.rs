@@ -156,7 +156,7 @@ impl Draft {
     /// As [`Self::save`].
     pub fn save_weights(&self, dir: &Path, kind: Kind, more: &[(String, Tensor)]) -> Result<()> {
         let part = |range: Range<i64>| self.flat.narrow(0, range.start, range.end - range.start);
-        save_weights(&self.config, (dir, kind), more, |range| Ok(part(range)))
+        save_weights(&self.config, dir, kind, more, |range| Ok(part(range)))
     }
 
     /// [`Self::save`] for the draft whose flat buffer is the tensor `name` of `file`.
@@ -165,12 +165,13 @@ impl Draft {
     /// I/O, or a file without that tensor.
     pub fn save_stored(
         config: &DraftConfig,
-        (file, name): (&TensorFile, &str),
+        file: &TensorFile,
+        name: &str,
         dir: &Path,
     ) -> Result<()> {
         file.check_shape(name, &[DraftLayout::new(config).elements()])?;
         config.save(dir, "bfloat16")?;
-        save_weights(config, (dir, Kind::BFloat16), &[], |range| file.part(name, range))
+        save_weights(config, dir, Kind::BFloat16, &[], |range| file.part(name, range))
     }
 
     /// The configuration.
@@ -218,7 +219,7 @@ impl Draft {
     ) -> (Tensor, KeyValue) {
         let c = &self.config;
         let q_width = c.num_attention_heads * c.head_dim;
-        if let Some(projected) = self.projected(qkv, (Some(&layer.q_norm), &layer.k_norm), rope) {
+        if let Some(projected) = self.projected(qkv, Some(&layer.q_norm), &layer.k_norm, rope) {
             let (q_jngd, k_jtd) = projected.of(qkv);
             let v_jtd = self.values(&qkv.narrow(1, q_width + c.kv_width(), c.kv_width()));
             return (q_jngd.expect("slots have queries"), KeyValue { k_jtd, v_jtd });
@@ -234,7 +235,7 @@ impl Draft {
         let c = &self.config;
         let width = c.kv_width();
         let v_jtd = self.values(&kv.narrow(1, width, width));
-        if let Some(projected) = self.projected(kv, (None, &layer.k_norm), rope) {
+        if let Some(projected) = self.projected(kv, None, &layer.k_norm, rope) {
             return KeyValue { k_jtd: projected.of(kv).1, v_jtd };
         }
         let k = kv.narrow(1, 0, width);
@@ -251,7 +252,8 @@ impl Draft {
     fn projected<'a>(
         &self,
         x: &Tensor,
-        (query, key): (Option<&'a Tensor>, &'a Tensor),
+        query: Option<&'a Tensor>,
+        key: &'a Tensor,
         rope: &'a RotaryTables,
     ) -> Option<Projected<'a>> {
         let RotaryTables { cos_td: cosine, sin_td: sine } = rope;
@@ -282,7 +284,8 @@ impl Draft {
 /// come before the parameters, so that each is aligned, and the others after.
 fn save_weights(
     config: &DraftConfig,
-    (dir, kind): (&Path, Kind),
+    dir: &Path,
+    kind: Kind,
     more: &[(String, Tensor)],
     part: impl Fn(Range<i64>) -> Result<Tensor>,
 ) -> Result<()> {

@@ -172,7 +172,7 @@ impl Objective {
         match (self.terms.as_slice(), self.labels) {
             ([(ElementLoss::CrossEntropy, coefficient)], LabelSource::Data) => {
                 let weigh = |ce: &Tensor| self.weighting.weights(ce, ce, place);
-                element::data_cross_entropy(input, (*coefficient, weigh), self.kernels)
+                element::data_cross_entropy(input, *coefficient, weigh, self.kernels)
             }
             _ => element::mixture(input, &self.terms, self.labels, |ce, loss| {
                 self.weighting.weights(ce, loss, place)

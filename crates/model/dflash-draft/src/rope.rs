@@ -8,13 +8,13 @@ use tch::Device;
 
 pub(crate) fn of_draft(config: &DraftConfig, device: Device) -> Rotary {
     match &config.rope_scaling {
-        Some(scaling) => scaled(scaling, (config.head_dim, config.rope_theta), device),
+        Some(scaling) => scaled(scaling, config.head_dim, config.rope_theta, device),
         None => Rotary::new(config.head_dim, config.rope_theta, device),
     }
 }
 
 /// Scaled rotary embedding of heads of size `head_dim` with base `theta`.
-fn scaled(scaling: &RopeScaling, (head_dim, theta): (i64, f64), device: Device) -> Rotary {
+fn scaled(scaling: &RopeScaling, head_dim: i64, theta: f64, device: Device) -> Rotary {
     let original_max_position_embeddings = scaling.original_context();
     let frequencies = match *scaling {
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, .. } => {
@@ -60,7 +60,7 @@ mod tests {
     fn check(value: &Value, (head_dim, theta): (i64, f64), expected: &[f32], amplitude: f64) {
         let scaling = scaling(value);
         let zero = Tensor::from_slice(&[0i64, 1]);
-        let tables = scaled(&scaling, (head_dim, theta), Device::Cpu).tables(&zero);
+        let tables = scaled(&scaling, head_dim, theta, Device::Cpu).tables(&zero);
         let cosine = tables.cos_td.get(0);
         assert!(cosine.allclose(&(cosine.ones_like() * amplitude), 1e-6, 0.0, false));
         let expected = Tensor::from_slice(expected);

@@ -16,7 +16,7 @@ use dflash_draft::objective::{
 };
 use dflash_tensor::{Kernels, LogitTransform};
 use dflash_test_support::alone;
-use reference::{Reference, Rows, Slot};
+use reference::{Matrix, Reference, Slot};
 use tch::{Device, Kind, Tensor, no_grad};
 
 const HIDDEN: usize = 5;
@@ -105,7 +105,7 @@ impl World {
 
     /// The same row for the definitions: supervised slots, labels, and predicting target rows.
     fn reference(&self) -> Reference {
-        let rows = |x: &Tensor| -> Rows {
+        let rows = |x: &Tensor| -> Matrix {
             let width = x.size()[1] as usize;
             let flat = Vec::<f64>::try_from(x.view([-1])).unwrap();
             flat.chunks(width).map(<[f64]>::to_vec).collect()

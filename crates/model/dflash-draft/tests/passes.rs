@@ -84,7 +84,7 @@ fn pass(
     let (hidden, saved) = draft.forward_keeping(input, keep);
     let bytes = saved.bytes() as i64;
     let (flat, views) = draft.zero_gradients();
-    draft.backward(dout.copy(), input, saved, (&views, &mut |_| ()));
+    draft.backward(dout.copy(), input, saved, &views, &mut |_| ());
     (hidden, flat, bytes)
 }
 

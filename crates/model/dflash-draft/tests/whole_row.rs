@@ -110,7 +110,7 @@ impl Row {
         let lm_head_vh = &self.head_vh.to_kind(kind);
         let pass = HeadPass { head: draft.head(), lm_head_vh, gradient: Some(&views.head) };
         let output = objective.evaluate(pass, &hidden, &labels, None);
-        draft.backward(output.dhidden_nh, &input, saved, (&views, &mut |_| ()));
+        draft.backward(output.dhidden_nh, &input, saved, &views, &mut |_| ());
         (output.statistics.report(0.0).loss, flat)
     }
 }

@@ -25,7 +25,7 @@ use crate::kernels::Kernels;
 use crate::level;
 
 pub use self::embedding::Embedding;
-pub use self::head::Head;
+pub use self::head::{Head, RmsWeight};
 pub use self::matrix::{Layout, Matrix, Products, fits_bfloat16};
 
 /// Maximum rows per call. Scratch memory grows with it; weights are read once per 64 rows.
@@ -230,10 +230,10 @@ impl Stack {
         self.layers.iter().flat_map(Layer::matrices)
     }
 
-    /// An empty cache with one position per row of `rope`, cosines and sines [positions, D/2].
-    pub fn new_cache(&self, rope: (&Tensor, &Tensor)) -> Cache {
+    /// An empty cache with one position per row of `cosine` and `sine` [positions, D/2].
+    pub fn new_cache(&self, cosine: &Tensor, sine: &Tensor) -> Cache {
         let Shape { kv_heads, head_dim, .. } = self.shape;
-        let positions = rope.0.size()[0];
+        let positions = cosine.size()[0];
         let table = |x: &Tensor| {
             assert_eq!(x.size(), [positions, head_dim / 2], "a rotary table");
             x.contiguous()
@@ -253,7 +253,7 @@ impl Stack {
             .iter()
             .map(|(k, v)| raw::KeysValues { keys: data(k), values: data(v) })
             .collect();
-        let rope = (table(rope.0), table(rope.1));
+        let rope = (table(cosine), table(sine));
         let tables = Pointers(vec![data(&rope.0).cast_const(), data(&rope.1).cast_const()]);
         let heads = (kv_heads, head_dim);
         let held = Pointers(held);

@@ -28,7 +28,9 @@ use std::ptr::null_mut;
 
 use tch::{Kind, Tensor};
 
-pub use attention::{Gather, Gathered, MOST_PARTS, Part, PartGradient, Places, Sums, merge, sum};
+pub use attention::{
+    CallResult, Gather, Gathered, MOST_PARTS, PartGradient, Places, Sums, merge, sum,
+};
 pub use heads::{HeadGradients, HeadNorms, HeadTurn, KeyRoom, heads, heads_backward, heads_to};
 pub use launch::Runner;
 use launch::{Kernel, Launch, Moves};

@@ -138,7 +138,7 @@ fn note(buffers: &[AdamWBuffer], Steering { steps, divisor, skip }: Steering<'_>
     let read: Vec<&Tensor> = changed.iter().copied().chain([steps, divisor, skip]).collect();
     let numbers =
         buffers.iter().map(|buffer| buffer.parameters.numel().div_ceil(OF_A_LAUNCH) as i64);
-    trace::own_kernels((OPERATION, numbers.sum()), &read, &changed);
+    trace::own_kernels(OPERATION, numbers.sum(), &read, &changed);
 }
 
 fn raw(tensor: &Tensor) -> *const RawTensor {

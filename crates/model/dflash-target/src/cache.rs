@@ -13,7 +13,8 @@ mod sequences;
 
 use dflash_kernels::decode::{Cache, Stack};
 use dflash_kernels::kernels::Kernels;
-use dflash_tensor::attention_span::{Masks, Place};
+use dflash_tensor::DeviceKind;
+use dflash_tensor::attention_span::{AttentionPlace, Masks};
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::{Scores, dense, scored_attention};
 use tch::{Device, Kind, Tensor};
@@ -129,18 +130,19 @@ impl KvCache {
 
     pub(crate) fn new(
         body: &Body,
-        options: (Kind, Device),
+        place: DeviceKind,
         few: Option<&Stack>,
         capacity: usize,
     ) -> Self {
         let capacity = capacity as i64;
         // The operating system allocates pages on first write, so spare capacity is free.
-        let empty = |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], options);
-        let positions = Tensor::arange(capacity, (Kind::Int64, options.1));
-        let tables = body.tables(&positions, options.0);
+        let empty =
+            |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], place.options());
+        let positions = Tensor::arange(capacity, (Kind::Int64, place.device));
+        let tables = body.tables(&positions, place.kind);
         let packed_cache = few.map(|stack| {
             let half = &tables[0].half;
-            stack.new_cache((&half.cos_td, &half.sin_td))
+            stack.new_cache(&half.cos_td, &half.sin_td)
         });
         let layer = |(number, memory): (usize, Memory)| match (memory, &packed_cache) {
             (Memory::Keys { .. }, Some(held)) => {
@@ -300,7 +302,7 @@ impl CachedAttention<'_> {
 
     /// The cached keys and values in `kind` that the last `tokens` positions attend to in the layer
     /// of `place`, these included, and the position of the first.
-    fn seen(&self, place: Place<'_>, tokens: i64, kind: Kind) -> (Tensor, Tensor, i64) {
+    fn seen(&self, place: AttentionPlace<'_>, tokens: i64, kind: Kind) -> (Tensor, Tensor, i64) {
         let (Held::Keys(layer) | Held::Latent(layer)) = &self.cache.layers[place.layer] else {
             panic!("layer {} keeps no keys", place.layer)
         };
@@ -315,7 +317,7 @@ impl CachedAttention<'_> {
     /// `first_key`.
     fn over(
         &mut self,
-        place: Place<'_>,
+        place: AttentionPlace<'_>,
         q_tnd: &Tensor,
         kernels: Kernels,
         k: Tensor,
@@ -338,7 +340,7 @@ impl CachedAttention<'_> {
     /// [`Self::over`] by GPU kernels, if they support it.
     fn flash(
         &mut self,
-        place: Place<'_>,
+        place: AttentionPlace<'_>,
         q_tnd: &Tensor,
         kernels: Kernels,
         k_1msd: &Tensor,
@@ -365,7 +367,7 @@ impl Attend for CachedAttention<'_> {
         fits.then(|| (rows(&layer.k_1msd), rows(&layer.v_1mse)))
     }
 
-    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
+    fn attend(&mut self, place: AttentionPlace<'_>, projected: &Projected) -> Tensor {
         if !projected.are_kept {
             self.store(place.layer, &projected.k_tmd, &projected.v_tme);
         }
@@ -377,7 +379,7 @@ impl Attend for CachedAttention<'_> {
         self.over(place, &projected.q_tnd, projected.kernels, k, v, first_key)
     }
 
-    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+    fn attend_latent(&mut self, place: AttentionPlace<'_>, latent: &Latent<'_>) -> Tensor {
         let tokens = latent.q_tnd.size()[0];
         if self.cache.len > 0 && !latent.up.expands(tokens) {
             return latent.up.values(&self.attend(place, &latent.absorbed()));

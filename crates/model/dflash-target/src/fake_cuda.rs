@@ -3,6 +3,7 @@
 
 mod families;
 
+use dflash_tensor::DeviceKind;
 use dflash_tensor::weights::DEFAULT_PREFIX;
 use dflash_test_place::launches::{asked, count, flash_alone, launches, of_36};
 use tch::{Device, Kind, Tensor};
@@ -22,8 +23,9 @@ fn target() -> Target {
 }
 
 fn built(config: TargetConfig) -> Target {
-    let (options, prefix, shard) = ((Kind::BFloat16, GPU), DEFAULT_PREFIX, Shard::WHOLE);
-    let init = Init { weights: None, options, prefix, shard, packing: None };
+    let place = DeviceKind { device: GPU, kind: Kind::BFloat16 };
+    let (prefix, shard) = (DEFAULT_PREFIX, Shard::WHOLE);
+    let init = Init { weights: None, place, prefix, shard, packing: None };
     let target = Target::build(config, &init).unwrap();
     // As weights loaded from a file; fresh ones require gradients.
     for (_, weight) in target.parameters() {

@@ -6,7 +6,7 @@ mod tensors;
 use std::path::Path;
 
 use dflash_tensor::ops::rms_norm;
-use dflash_tensor::{LogitTransform, Result};
+use dflash_tensor::{DeviceKind, LogitTransform, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::facts::{HeadNumbers, NormKind, TargetFacts};
@@ -78,7 +78,7 @@ impl TargetIo {
     /// # Errors
     /// As [`TargetFacts::load`] and [`Self::of`].
     pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self> {
-        Self::of(dir, &TargetFacts::load(dir, None)?, (device, kind))
+        Self::of(dir, &TargetFacts::load(dir, None)?, DeviceKind { device, kind })
     }
 
     /// Loads only these tensors of the model in `dir`; files without them may be absent.
@@ -86,11 +86,15 @@ impl TargetIo {
     /// # Errors
     /// A missing, ambiguous or quantized tensor, a shape that differs from config.json, a missing
     /// or damaged file (each named).
-    pub fn of(dir: &Path, facts: &TargetFacts, place: (Device, Kind)) -> Result<Self> {
+    pub fn of(
+        dir: &Path,
+        facts: &TargetFacts,
+        DeviceKind { device, kind }: DeviceKind,
+    ) -> Result<Self> {
         let tensors = HeadTensors::open(dir)?;
         let located = tensors.locate(facts)?;
         let (rows, hidden) = (facts.vocab_size, facts.hidden_size);
-        let (device, kind) = place;
+
         let matrix = |name: &str| {
             tensors.kind(name, facts)?;
             tensors.read(name, &[rows, hidden], device, kind)
@@ -117,12 +121,12 @@ impl TargetIo {
     }
 
     /// A head with the given tensors and a plain RMS norm.
-    pub fn plain(embedding_vh: Tensor, lm_head_vh: Tensor, norm: (&Tensor, f64)) -> Self {
+    pub fn plain(embedding_vh: Tensor, lm_head_vh: Tensor, norm_h: &Tensor, eps: f64) -> Self {
         let norm = FinalNorm {
-            weight_h: norm.0.to_kind(Kind::Float),
+            weight_h: norm_h.to_kind(Kind::Float),
             bias_h: None,
             kind: NormKind::Rms,
-            eps: norm.1,
+            eps,
         };
         let output = LogitTransform::identity();
         Self { embedding_vh, lm_head_vh, norm, embedding_scale: 1.0, output, normed_states: false }

@@ -16,7 +16,7 @@ use std::fmt::Debug;
 
 use dflash_kernels::decode::LayerWeights;
 use dflash_kernels::kernels::{self, Kernels};
-use dflash_tensor::attention_span::Place;
+use dflash_tensor::attention_span::AttentionPlace;
 use dflash_tensor::fused::Norm;
 use dflash_tensor::ops::rms_norm;
 use tch::{Kind, Tensor};
@@ -110,10 +110,10 @@ pub(crate) trait Attend {
     }
 
     /// Causal attention output, heads concatenated [T, N*E].
-    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor;
+    fn attend(&mut self, place: AttentionPlace<'_>, projected: &Projected) -> Tensor;
 
     /// [`Self::attend`] over latents.
-    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+    fn attend_latent(&mut self, place: AttentionPlace<'_>, latent: &Latent<'_>) -> Tensor {
         latent.up.values(&self.attend(place, &latent.absorbed()))
     }
 

@@ -1,7 +1,7 @@
 //! Attention in a packed row: each document attends only to itself; there is no padding.
 
 use dflash_kernels::kernels::Kernels;
-use dflash_tensor::attention_span::{AttentionSpan, Place, causal_mask};
+use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan, causal_mask};
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::scored_attention;
 use tch::{Kind, Tensor};
@@ -23,7 +23,7 @@ impl<'a> PackedAttention<'a> {
     }
 
     /// All documents in one call, if the GPU kernels support it.
-    fn flash(&mut self, place: Place<'_>, projected: &Projected) -> Option<Tensor> {
+    fn flash(&mut self, place: AttentionPlace<'_>, projected: &Projected) -> Option<Tensor> {
         let [q, k, v] = projected.flash()?;
         let window = flash::window(place)?;
         let starts = self.document_starts;
@@ -33,7 +33,7 @@ impl<'a> PackedAttention<'a> {
 }
 
 impl Attend for PackedAttention<'_> {
-    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
+    fn attend(&mut self, place: AttentionPlace<'_>, projected: &Projected) -> Tensor {
         if let Some(attended) = self.flash(place, projected) {
             return attended;
         }
@@ -46,7 +46,7 @@ impl Attend for PackedAttention<'_> {
         end_to_end(&documents)
     }
 
-    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+    fn attend_latent(&mut self, place: AttentionPlace<'_>, latent: &Latent<'_>) -> Tensor {
         self.attend(place, &latent.expanded())
     }
 
@@ -90,9 +90,9 @@ impl Projected {
 }
 
 /// Causal self-attention of one document [T, N*E].
-pub(crate) fn causal(document: &Projected, place: Place<'_>) -> Tensor {
+pub(crate) fn causal(document: &Projected, place: AttentionPlace<'_>) -> Tensor {
     let tokens = document.q_tnd.size()[0];
-    let Place { attention_span, scores, .. } = place;
+    let AttentionPlace { attention_span, scores, .. } = place;
     if let Some(([q, k, v], window)) = document.flash().zip(flash::window(place)) {
         let sequence = flash::one(tokens, tokens, window, q.device());
         return flash::attend(q, k, v, &sequence, scores.scale).flatten(1, 2);

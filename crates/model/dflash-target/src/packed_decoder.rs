@@ -20,8 +20,8 @@
 //! created.
 
 use dflash_kernels::decode::{
-    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
-    floats, floats_mut,
+    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, RmsWeight, Sequence, Shape,
+    Stack, Weight, floats, floats_mut,
 };
 use dflash_kernels::kernels::Kernels;
 use tch::{Kind, Tensor};
@@ -128,7 +128,11 @@ impl PackedDecoder {
     /// Writes the argmax token `[R]` for each row of `x` [R, H], the residual stream before the
     /// final norm; the first of equal logits wins.
     pub fn most_likely(&self, x: &[f32], best: &mut [i64]) {
-        self.head.most_likely(x, Some((&self.norm.0, self.norm.1)), best);
+        self.head.most_likely(x, Some(self.norm()), best);
+    }
+
+    fn norm(&self) -> RmsWeight<'_> {
+        RmsWeight { weight: &self.norm.0, eps: self.norm.1 }
     }
 
     /// [`Self::most_likely`] for states that are already normed.
@@ -256,7 +260,7 @@ impl Target {
         let few = self.few_for(x_th)?;
         let size = [x_th.size()[0], few.head.outputs() as i64];
         let mut logits = Tensor::empty(size, (Kind::Float, self.device()));
-        let norm = (!is_normed).then_some((few.norm.0.as_slice(), few.norm.1));
+        let norm = (!is_normed).then(|| few.norm());
         few.head.logits(floats(&float_rows(x_th)), norm, floats_mut(&mut logits));
         Some(logits.to_kind(self.dtype()))
     }

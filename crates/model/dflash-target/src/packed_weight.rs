@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use dflash_kernels::decode::{Layout, Matrix, Products, Weight};
 use dflash_tensor::weights::EMBEDDING;
-use dflash_tensor::{Result, Weights};
+use dflash_tensor::{DeviceKind, Result, Weights};
 use tch::{Device, Kind, Tensor};
 
 use super::config::TargetConfig;
@@ -50,7 +50,7 @@ impl Packing {
     pub(crate) fn of(
         config: &TargetConfig,
         weights: &Weights,
-        (kind, device): (Kind, Device),
+        DeviceKind { device, kind }: DeviceKind,
         wanted: impl Fn(&str) -> bool,
     ) -> Result<Option<Self>> {
         let is_taken = device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16);

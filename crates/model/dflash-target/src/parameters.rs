@@ -9,9 +9,9 @@ use std::ops::Range;
 
 use dflash_kernels::decode::{Layout, Projection, Weight};
 use dflash_kernels::kernels::Kernels;
-use dflash_tensor::weights::Rows;
-use dflash_tensor::{Result, Weights};
-use tch::{Device, Kind, Tensor};
+use dflash_tensor::weights::WeightRows;
+use dflash_tensor::{DeviceKind, Result, Weights};
+use tch::{Kind, Tensor};
 
 use super::config::{INITIALIZER_RANGE, TargetConfig};
 use super::layer::RmsNorm;
@@ -23,8 +23,8 @@ use super::parallel::Shard;
 pub(crate) struct Init<'a> {
     /// The checkpoint, or `None` for fresh trainable float32 weights.
     pub(crate) weights: Option<&'a Weights>,
-    /// Type and device of the parameters.
-    pub(crate) options: (Kind, Device),
+    /// Device and type of the parameters.
+    pub(crate) place: DeviceKind,
     /// Prefix of tensor names in the checkpoint, with its trailing dot.
     pub(crate) prefix: &'a str,
     /// This rank's shard of parallel layers.
@@ -80,7 +80,7 @@ pub(crate) struct Linear {
     /// Name of the fused projection, including the module path.
     name: String,
     /// The fused projections, in order.
-    parts: Vec<Part>,
+    parts: Vec<FusedPart>,
     weight: Held,
     bias_o: Option<Tensor>,
     split: Split,
@@ -97,7 +97,7 @@ enum Held {
 
 /// A part of a fused projection.
 #[derive(Debug)]
-struct Part {
+struct FusedPart {
     /// Tensor name, without `.weight`.
     name: String,
     /// Number of outputs, and this rank's range.
@@ -131,28 +131,28 @@ impl LinearSpec<'_> {
         }
     }
 
-    fn parts(&self, shard: &Shard) -> Vec<Part> {
+    fn parts(&self, shard: &Shard) -> Vec<FusedPart> {
         let part = |&(name, outputs): &(&str, Outputs)| {
             let (name, whole) = (self.path(name), outputs.whole());
             let own = match self.split {
                 Split::Outputs => outputs.own(shard),
                 Split::Whole | Split::Inputs => 0..whole,
             };
-            Part { name, whole, own }
+            FusedPart { name, whole, own }
         };
         self.parts.iter().map(part).collect()
     }
 }
 
-impl Part {
+impl FusedPart {
     /// Number of this rank's outputs.
     fn size(&self) -> i64 {
         self.own.end - self.own.start
     }
 
     /// This rank's rows of the stored tensor that consists of `parts`.
-    fn rows(parts: &[Self]) -> Rows {
-        let mut rows = Rows { whole: 0, own: Vec::new() };
+    fn rows(parts: &[Self]) -> WeightRows {
+        let mut rows = WeightRows { whole: 0, own: Vec::new() };
         for Self { whole, own, .. } in parts {
             rows.own.push(rows.whole + own.start..rows.whole + own.end);
             rows.whole += whole;
@@ -195,7 +195,7 @@ impl Init<'_> {
             return self.linear(spec);
         };
         let parts = spec.parts(&self.shard);
-        let rows = |part: &Part| (format!("{}.weight", part.name), part.whole);
+        let rows = |part: &FusedPart| (format!("{}.weight", part.name), part.whole);
         let rows: Vec<(String, i64)> = parts.iter().map(rows).collect();
         let weight = PackedWeight::read(weights, &rows, spec.input, packing, layout)?;
         let linear = self.unread(spec, parts, Held::Packed(weight));
@@ -204,7 +204,7 @@ impl Init<'_> {
     }
 
     /// A fused projection with allocated biases, not yet read.
-    fn unread(&self, spec: &LinearSpec, parts: Vec<Part>, weight: Held) -> Linear {
+    fn unread(&self, spec: &LinearSpec, parts: Vec<FusedPart>, weight: Held) -> Linear {
         let bias_o = spec.bias.then(|| self.room(&[parts_size(&parts)]));
         let is_fresh = self.weights.is_none();
         Linear {
@@ -220,7 +220,7 @@ impl Init<'_> {
     /// Weight of a norm.
     pub(crate) fn norm(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
-            Some(weights) => weights.read(name, &[size], self.options),
+            Some(weights) => weights.read(name, &[size], self.place),
             None => Ok(self.fresh(&[size], 1.0).set_requires_grad(true)),
         }
     }
@@ -228,7 +228,7 @@ impl Init<'_> {
     /// Weight of a norm that multiplies by 1 + w, in float32 since rounding would lose precision.
     pub(crate) fn norm_plus_one(&self, name: &str, size: i64) -> Result<Tensor> {
         match self.weights {
-            Some(weights) => Ok(weights.read(name, &[size], (Kind::Float, self.options.1))? + 1.0),
+            Some(weights) => Ok(weights.read(name, &[size], self.float32_place())? + 1.0),
             None => Ok(self.fresh(&[size], 1.0).set_requires_grad(true)),
         }
     }
@@ -245,34 +245,38 @@ impl Init<'_> {
     /// A matrix in the checkpoint's layout.
     pub(crate) fn matrix(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
         match self.weights {
-            Some(weights) => weights.read(name, shape, self.options),
+            Some(weights) => weights.read(name, shape, self.place),
             None => Ok(self.trainable(shape)),
         }
     }
 
     /// A float32 tensor in the checkpoint's layout, whatever type the model runs in.
     pub(crate) fn float32(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
-        let options = (Kind::Float, self.options.1);
+        let place = self.float32_place();
         match self.weights {
-            Some(weights) => weights.read(name, shape, options),
-            None => Ok(Tensor::randn(shape, options) * INITIALIZER_RANGE),
+            Some(weights) => weights.read(name, shape, place),
+            None => Ok(Tensor::randn(shape, place.options()) * INITIALIZER_RANGE),
         }
+    }
+
+    fn float32_place(&self) -> DeviceKind {
+        DeviceKind { kind: Kind::Float, ..self.place }
     }
 
     /// Zeros, or uninitialised memory to read the checkpoint into.
     fn room(&self, shape: &[i64]) -> Tensor {
         match self.weights {
-            Some(_) => Tensor::empty(shape, self.options),
+            Some(_) => Tensor::empty(shape, self.place.options()),
             None => self.fresh(shape, 0.0),
         }
     }
 
     fn fresh(&self, shape: &[i64], value: f64) -> Tensor {
-        Tensor::full(shape, value, self.options)
+        Tensor::full(shape, value, self.place.options())
     }
 
     fn trainable(&self, shape: &[i64]) -> Tensor {
-        (Tensor::randn(shape, self.options) * INITIALIZER_RANGE).set_requires_grad(true)
+        (Tensor::randn(shape, self.place.options()) * INITIALIZER_RANGE).set_requires_grad(true)
     }
 }
 
@@ -385,7 +389,7 @@ impl Linear {
     }
 
     /// Per stored tensor: its parts, and views of this rank's weight [O, I] and bias.
-    fn stored(&self) -> Vec<(&[Part], Tensor, Option<Tensor>)> {
+    fn stored(&self) -> Vec<(&[FusedPart], Tensor, Option<Tensor>)> {
         let weight_io = self.weight_io();
         let view = |(parts, start, size)| {
             let weight_oi = weight_io.narrow(1, start, size).transpose(0, 1);
@@ -396,7 +400,7 @@ impl Linear {
     }
 
     /// Per stored tensor: its parts, their first output, and their number of outputs.
-    fn stored_parts(&self) -> impl Iterator<Item = (&[Part], i64, i64)> {
+    fn stored_parts(&self) -> impl Iterator<Item = (&[FusedPart], i64, i64)> {
         let mut start = 0;
         self.parts.chunk_by(|one, next| one.name == next.name).map(move |parts| {
             let size = parts_size(parts);
@@ -407,7 +411,7 @@ impl Linear {
 
     fn read(&self, weights: &Weights) -> Result<()> {
         for (parts, weight_oi, _) in self.stored() {
-            let (name, rows) = (&parts[0].name, Part::rows(parts));
+            let (name, rows) = (&parts[0].name, FusedPart::rows(parts));
             let weight = format!("{name}.weight");
             match self.is_summed() {
                 true => {
@@ -424,7 +428,7 @@ impl Linear {
     fn read_biases(&self, weights: &Weights) -> Result<()> {
         let Some(bias_o) = &self.bias_o else { return Ok(()) };
         for (parts, start, size) in self.stored_parts() {
-            let (name, rows) = (format!("{}.bias", parts[0].name), Part::rows(parts));
+            let (name, rows) = (format!("{}.bias", parts[0].name), FusedPart::rows(parts));
             weights.read_rows_into(&name, &rows, &bias_o.narrow(0, start, size))?;
         }
         Ok(())
@@ -432,8 +436,8 @@ impl Linear {
 }
 
 /// Total number of this rank's outputs.
-fn parts_size(parts: &[Part]) -> i64 {
-    parts.iter().map(Part::size).sum()
+fn parts_size(parts: &[FusedPart]) -> i64 {
+    parts.iter().map(FusedPart::size).sum()
 }
 
 #[cfg(test)]
@@ -442,8 +446,6 @@ mod tests {
     use super::*;
     use dflash_tensor::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
-
-    const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
     fn spec(bias: bool) -> LinearSpec<'static> {
         LinearSpec {
@@ -460,7 +462,7 @@ mod tests {
     fn fused_projections_are_the_separate_ones() {
         let _draws = seeded(tch::manual_seed);
         let dir = tempfile::tempdir().unwrap();
-        let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
+        let random = |shape: &[i64]| Tensor::randn(shape, DeviceKind::CPU_F32.options());
         let stored = [
             ("m.a.weight", random(&[3, 4])),
             ("m.a.bias", random(&[3])),
@@ -472,7 +474,7 @@ mod tests {
         let weights = Weights::open(dir.path()).unwrap();
         let init = Init {
             weights: Some(&weights),
-            options: OPTIONS,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::WHOLE,
             packing: None,
@@ -494,7 +496,7 @@ mod tests {
     fn a_rank_reads_its_rows_of_every_part() {
         let _draws = seeded(tch::manual_seed);
         let dir = tempfile::tempdir().unwrap();
-        let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
+        let random = |shape: &[i64]| Tensor::randn(shape, DeviceKind::CPU_F32.options());
         let stored = [
             ("m.ab.weight", random(&[6, 4])),
             ("m.ab.bias", random(&[6])),
@@ -507,7 +509,7 @@ mod tests {
         let of_rank = |shard| {
             let init = Init {
                 weights: Some(&weights),
-                options: OPTIONS,
+                place: DeviceKind::CPU_F32,
                 prefix: "",
                 shard,
                 packing: None,
@@ -530,7 +532,7 @@ mod tests {
         // Each part alone would fit in the stored tensor, but not all together.
         let init = Init {
             weights: Some(&weights),
-            options: OPTIONS,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::new(0, 2, None),
             packing: None,
@@ -563,7 +565,7 @@ mod tests {
     fn fresh_parameters_are_trainable_leaves_named_once() {
         let init = Init {
             weights: None,
-            options: OPTIONS,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::WHOLE,
             packing: None,

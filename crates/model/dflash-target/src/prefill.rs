@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dflash_kernels::cpu_multiplies_bf16;
 use dflash_settings::Dtype;
 use dflash_tensor::weights::EMBEDDING;
-use dflash_tensor::{Error, Result, Weights, device_name, kind_name};
+use dflash_tensor::{DeviceKind, Error, Result, Weights, device_name, kind_name};
 use dflash_torch_sys::with_products;
 use serde_json::Value;
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{Device, Tensor, no_grad};
 
 use super::TargetConfig;
 use super::embedding::Embedding;
@@ -44,7 +44,7 @@ pub struct PackedPrompts {
 #[derive(Debug)]
 pub struct PrefillOptions<'a> {
     /// Device, and type of weights and activations.
-    pub place: (Device, Kind),
+    pub place: DeviceKind,
     /// The type as requested by the user; `place` has its resolution.
     pub asked: Dtype,
     /// The highest layer id needed; later layers are not loaded. `None` for the last.
@@ -103,14 +103,14 @@ impl Prefill {
     pub fn load(dir: &Path, options: &PrefillOptions<'_>) -> Result<Self> {
         let config = TargetConfig::load(dir)?;
         let weights = Weights::open(dir)?;
-        let (device, kind) = options.place;
-        let (options_of, prefix, shard) = ((kind, device), weights.prefix(), Shard::WHOLE);
+        let device = options.place.device;
+        let (prefix, shard) = (weights.prefix(), Shard::WHOLE);
         let init =
-            Init { weights: Some(&weights), options: options_of, prefix, shard, packing: None };
+            Init { weights: Some(&weights), place: options.place, prefix, shard, packing: None };
         let all = config.num_hidden_layers;
         let highest = options.highest.map_or(all, |highest| all.min(highest as usize));
         let given = options.embedding_vh.is_some();
-        weights.begin_load(|name| is_of_part(name, prefix, (&config, &(0..highest), !given)))?;
+        weights.begin_load(|name| is_of_part(name, prefix, &config, &(0..highest), !given))?;
         no_grad(|| {
             let embedding_vh = match options.embedding_vh {
                 Some(embedding_vh) => embedding_vh.shallow_clone(),

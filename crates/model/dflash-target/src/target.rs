@@ -15,7 +15,7 @@ use dflash_kernels::kernels::Kernels;
 use dflash_tensor::checkpoint::write_safetensors_as;
 use dflash_tensor::ops::{Rotary, most_likely, rms_norm};
 use dflash_tensor::weights::{DEFAULT_PREFIX, EMBEDDING, LM_HEAD};
-use dflash_tensor::{Result, Weights};
+use dflash_tensor::{DeviceKind, Result, Weights};
 use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::cache::CachedAttention;
@@ -86,15 +86,15 @@ impl Target {
         let config = TargetConfig::load(dir)?;
         let weights = Weights::open(dir)?;
         let prefix = weights.prefix();
-        let options = (options.dtype, options.device);
+        let place = DeviceKind { device: options.device, kind: options.dtype };
         let wanted = |name: &str| {
             name.starts_with(weights.lm_head())
                 || is_of_layers(name, prefix, &(0..config.num_hidden_layers))
         };
         weights.begin_load(wanted)?;
-        let packing = Packing::of(&config, &weights, options, wanted)?;
+        let packing = Packing::of(&config, &weights, place, wanted)?;
         let (weights, shard) = (Some(&weights), Shard::WHOLE);
-        let init = Init { weights, options, prefix, shard, packing };
+        let init = Init { weights, place, prefix, shard, packing };
         no_grad(|| {
             let mut target = Self::build(config, &init)?;
             target.transpose_tied_head();
@@ -106,9 +106,9 @@ impl Target {
     /// `seed`.
     pub fn random(config: TargetConfig, seed: i64, device: Device) -> Self {
         tch::manual_seed(seed);
-        let (options, prefix) = ((Kind::Float, device), DEFAULT_PREFIX);
+        let (place, prefix) = (DeviceKind { device, kind: Kind::Float }, DEFAULT_PREFIX);
         let (weights, shard, packing) = (None, Shard::WHOLE, None);
-        let init = Init { weights, options, prefix, shard, packing };
+        let init = Init { weights, place, prefix, shard, packing };
         Self::build(config, &init).expect("fresh weights come from no file")
     }
 
@@ -141,7 +141,7 @@ impl Target {
     fn embedding(config: &TargetConfig, init: &Init) -> Result<Embedding> {
         let (name, rows) = (init.path(EMBEDDING), config.vocab_size);
         let shape = [rows, config.hidden_size];
-        let (kind, device) = init.options;
+        let DeviceKind { device, kind } = init.place;
         match (init.weights, init.packing) {
             (Some(weights), Some(packing)) if config.tie_word_embeddings => {
                 let (rows, input) = (&[(name, rows)][..], config.hidden_size);
@@ -149,7 +149,8 @@ impl Target {
                 Ok(Embedding::shared(weight.into_matrix(), kind))
             }
             (Some(weights), Some(_)) if weights.is_bfloat16(&name)? => {
-                let table_vh = weights.read(&name, &shape, (Kind::BFloat16, device))?;
+                let stored = DeviceKind { device, kind: Kind::BFloat16 };
+                let table_vh = weights.read(&name, &shape, stored)?;
                 Ok(Embedding::stored_as(table_vh, kind))
             }
             _ => Ok(Embedding::table(init.matrix(&name, &shape)?)),
@@ -313,7 +314,8 @@ impl Target {
     /// An empty cache for at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
         let few = self.packed_decoder().map(PackedDecoder::stack);
-        KvCache::new(&self.body, (self.dtype(), self.device()), few, max_tokens)
+        let place = DeviceKind { device: self.device(), kind: self.dtype() };
+        KvCache::new(&self.body, place, few, max_tokens)
     }
 
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
@@ -417,7 +419,7 @@ impl Body {
         let first = layers.start == 0;
         Ok(Self {
             layers: layers.map(layer).collect::<Result<_>>()?,
-            rotaries: architecture.rotaries(init.options.1),
+            rotaries: architecture.rotaries(init.place.device),
             // Later stages receive its result from the first stage.
             prepare: if first { architecture.prepare(config, init)? } else { None },
             embedding_scale: config.outer.embedding_scale,
@@ -496,7 +498,9 @@ fn is_of_layers(name: &str, prefix: &str, layers: &Range<usize>) -> bool {
 pub(crate) fn is_of_part(
     name: &str,
     prefix: &str,
-    (config, layers, is_wanted): (&TargetConfig, &Range<usize>, bool),
+    config: &TargetConfig,
+    layers: &Range<usize>,
+    is_wanted: bool,
 ) -> bool {
     let Some(name) = name.strip_prefix(prefix) else { return false };
     match layer_of(name) {

@@ -5,9 +5,9 @@ use std::sync::Mutex;
 
 use dflash_golden::entries;
 use dflash_settings::Dtype;
-use dflash_target::parallel::{Grid, Part};
+use dflash_target::parallel::{Grid, TargetPart};
 use dflash_target::{Prefill, PrefillOptions, Target, TargetConfig, TargetOptions};
-use dflash_tensor::{Loading, on_loading};
+use dflash_tensor::{DeviceKind, Loading, on_loading};
 use tch::{Device, Kind};
 
 /// For each call, the bytes in total, handled and read, and whether it was the last.
@@ -40,14 +40,14 @@ fn every_byte_that_is_wanted_is_counted_once() {
         let (total, read) = heard(&entry.name);
         assert_eq!(read, total, "{}", entry.name);
         // As for a server: without the head, up to a layer, or the first of two stages.
-        let (place, asked) = ((device, dtype), Dtype::Float32);
+        let (place, asked) = (DeviceKind { device, kind: dtype }, Dtype::Float32);
         let options = PrefillOptions { place, asked, highest: Some(1), embedding_vh: None };
         Prefill::load(&entry.path, &options).unwrap();
         let (first_layer, read) = heard(&entry.name);
         assert!(read == first_layer && read < total, "{}", entry.name);
         let grid = Grid { pipeline: 2, tensor: 1 };
         let stages = [0, 1].map(|rank| {
-            Part::load(&entry.path, &options, grid, rank, None).unwrap();
+            TargetPart::load(&entry.path, &options, grid, rank, None).unwrap();
             heard(&entry.name)
         });
         assert!(stages.iter().all(|(total, read)| total == read), "{}", entry.name);
@@ -57,10 +57,10 @@ fn every_byte_that_is_wanted_is_counted_once() {
     // Two ranks divide the layers' matrices: each handles all of it and reads its part.
     let qwen3 = entries("targets", None).into_iter().find(|entry| entry.name == "qwen3").unwrap();
     let grid = Grid { pipeline: 1, tensor: 2 };
-    let (place, asked) = ((Device::Cpu, Kind::Float), Dtype::Float32);
+    let (place, asked) = (DeviceKind::CPU_F32, Dtype::Float32);
     let options = PrefillOptions { place, asked, highest: None, embedding_vh: None };
     let of_rank = |rank: usize| {
-        Part::load(&qwen3.path, &options, grid, rank, None).unwrap();
+        TargetPart::load(&qwen3.path, &options, grid, rank, None).unwrap();
         heard("a part")
     };
     let [(total, first), (_, second)] = [0, 1].map(of_rank);

@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use dflash_golden::{Entry, entries};
 use dflash_settings::Dtype;
-use dflash_target::parallel::{Grid, Part, Passing, States, Sum};
+use dflash_target::parallel::{Grid, Passing, States, Sum, TargetPart};
 use dflash_target::{PackedPrompts, Prefill, PrefillOptions, TargetConfig};
 use dflash_tensor::checkpoint::TensorFile;
-use dflash_tensor::on_loading;
+use dflash_tensor::{DeviceKind, on_loading};
 use dflash_test_support::alone;
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 /// The vectors that cannot be divided by both two and four ranks, because of their delta-layer
 /// heads (1 or 2) or experts (6). All others have four query heads, and one, two or four key heads.
@@ -32,7 +32,7 @@ const FEWER: [(&str, &[usize]); 7] = [
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const OPTIONS: PrefillOptions<'_> = PrefillOptions {
-    place: (Device::Cpu, Kind::Float),
+    place: DeviceKind::CPU_F32,
     asked: Dtype::Float32,
     highest: None,
     embedding_vh: None,
@@ -97,7 +97,7 @@ fn parallel(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
         let meeting = Meeting::of(grid.tensor);
         let run = |part: usize, arrived: Option<Passing>| {
             let sums = (grid.tensor > 1).then(|| meeting.clone() as Arc<dyn Sum>);
-            let part = Part::load(dir, &OPTIONS, grid, grid.rank(stage, part), sums).unwrap();
+            let part = TargetPart::load(dir, &OPTIONS, grid, grid.rank(stage, part), sums).unwrap();
             let last = part.config().num_hidden_layers;
             let ids: Vec<u32> = (0..=last as u32).collect();
             part.run(prompts, &ids, last, arrived).unwrap()
@@ -199,7 +199,7 @@ fn a_rank_holds_what_is_said() {
                 let grid = Grid { pipeline, tensor };
                 for (stage, said) in grid.elements(&config).unwrap().into_iter().enumerate() {
                     let rank = grid.rank(stage, tensor - 1);
-                    let _ = Part::load(&path, &OPTIONS, grid, rank, None).unwrap();
+                    let _ = TargetPart::load(&path, &OPTIONS, grid, rank, None).unwrap();
                     let read = READ.load(Ordering::Relaxed) as f64 / 4.0;
                     let over = read - said;
                     let place = format!("{name}, {grid:?}, stage {stage}: {read} of {said}");

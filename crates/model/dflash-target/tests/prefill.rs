@@ -7,6 +7,7 @@ use std::path::Path;
 use dflash_kernels::cpu_multiplies_bf16;
 use dflash_settings::Dtype;
 use dflash_target::{PackedPrompts, Prefill, PrefillOptions, Target, TargetConfig, TargetOptions};
+use dflash_tensor::DeviceKind;
 use dflash_test_support::alone;
 use dflash_torch_sys::with_products;
 use tch::{Device, Kind, Tensor};
@@ -25,8 +26,12 @@ fn saved(dir: &Path, kind: Kind) {
 }
 
 fn load(dir: &Path, asked: Dtype, kind: Kind) -> Prefill {
-    let options =
-        PrefillOptions { place: (Device::Cpu, kind), asked, highest: Some(2), embedding_vh: None };
+    let options = PrefillOptions {
+        place: DeviceKind { device: Device::Cpu, kind },
+        asked,
+        highest: Some(2),
+        embedding_vh: None,
+    };
     Prefill::load(dir, &options).unwrap()
 }
 
@@ -100,7 +105,7 @@ fn a_part_of_the_target_gives_what_the_whole_gives() {
     let target = Target::load(dir.path(), &options).unwrap();
     let embedding_vh = target.embed(&Tensor::arange(VOCABULARY, (Kind::Int64, Device::Cpu)));
     let options = PrefillOptions {
-        place: (Device::Cpu, Kind::Float),
+        place: DeviceKind::CPU_F32,
         asked: Dtype::Float32,
         highest: Some(2),
         embedding_vh: Some(&embedding_vh),

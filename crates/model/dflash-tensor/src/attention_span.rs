@@ -47,7 +47,7 @@ impl AttentionSpan {
 
 /// The layer that calls attention, with its span and its score function.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct AttentionPlace<'a> {
     /// Index of the layer that owns the keys and values.
     pub layer: usize,
     /// How far back the layer's queries attend.

@@ -166,7 +166,8 @@ impl TensorFile {
     pub fn read_part_into(
         &self,
         name: &str,
-        (dim, start): (usize, i64),
+        dim: usize,
+        start: i64,
         destination: &Tensor,
     ) -> Result<()> {
         let info = self.info(name)?;

@@ -9,7 +9,7 @@
 use dflash_torch_sys::flash::{Sequences, Window, flash_forward, takes_flash};
 use tch::{Device, Tensor};
 
-use crate::attention_span::{AttentionSpan, Place};
+use crate::attention_span::{AttentionPlace, AttentionSpan};
 use crate::upload;
 
 /// Whether the kernels support these queries, keys and values.
@@ -25,7 +25,7 @@ pub fn takes(q_tnd: &Tensor, k: &Tensor, v: &Tensor) -> bool {
 
 /// The layer's attention window, or `None` if the kernels do not support it (chunked spans,
 /// soft-capped scores, sinks).
-pub fn window(place: Place<'_>) -> Option<Window> {
+pub fn window(place: AttentionPlace<'_>) -> Option<Window> {
     if place.scores.softcap.is_some() || place.scores.sinks_nr.is_some() {
         return None;
     }

@@ -242,11 +242,19 @@ pub fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor, kernels: Kernels) ->
     (ops::swiglu_backward(&dy, &gate_up), ops::swiglu(&gate_up))
 }
 
-/// Merges a partial attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into `merged`, whose
-/// memory order is [rows, j, D] and [rows, j].
-pub fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor), kernels: Kernels) {
-    let (merged_out, merged_lse) = merged;
-    let (out, lse) = part;
+/// The result of attention to some of the keys.
+#[derive(Clone, Copy, Debug)]
+pub struct PartialAttention<'a> {
+    /// The weighted values [1, j, rows, D].
+    pub out: &'a Tensor,
+    /// The log-sum-exp of the scores [1, j, rows].
+    pub lse: &'a Tensor,
+}
+
+/// Merges `part` into `merged`, whose memory order is [rows, j, D] and [rows, j].
+pub fn merge(merged: PartialAttention<'_>, part: PartialAttention<'_>, kernels: Kernels) {
+    let PartialAttention { out: merged_out, lse: merged_lse } = merged;
+    let PartialAttention { out, lse } = part;
     if kernels.take(out) {
         let rows = |x: &Tensor| x.squeeze_dim(0).transpose(0, 1);
         let (part_out, part_lse) = (rows(out).contiguous(), rows(lse).contiguous());
@@ -359,9 +367,10 @@ mod tests {
             // the merged tensors are row-major, the parts have any layout
             let by_row = |x: &Tensor| x.transpose(1, 2).contiguous().transpose(1, 2);
             let (out, lse) = (by_row(&x[0]), by_row(&x[1]));
-            merge((&out, &lse), (&x[2], &by_row(&x[3])), kernels);
+            let merged = PartialAttention { out: &out, lse: &lse };
+            merge(merged, PartialAttention { out: &x[2], lse: &by_row(&x[3]) }, kernels);
             let _ = x[3].get(0).get(0).fill_(-1e30);
-            merge((&out, &lse), (&x[2], &x[3]), kernels);
+            merge(merged, PartialAttention { out: &x[2], lse: &x[3] }, kernels);
             vec![out, lse]
         });
     }

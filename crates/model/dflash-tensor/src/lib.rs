@@ -29,7 +29,7 @@ pub use error::{Error, Result};
 pub use loading::{Loading, on_loading};
 pub use logits::LogitTransform;
 pub use placement::{
-    device_name, gpus_for, kind_name, peak_resident_mib, place, resident_mib, upload,
+    DeviceKind, device_name, gpus_for, kind_name, peak_resident_mib, place, resident_mib, upload,
 };
 pub use weights::Weights;
 

@@ -12,6 +12,25 @@ const DEVICE_NODE: &str = "/dev/nvidiactl";
 /// GPUs visible to the process, by number or name; an invalid first entry hides all.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
+/// Where something is computed, and in which kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceKind {
+    /// The device that holds the tensors.
+    pub device: Device,
+    /// The kind of weights and activations.
+    pub kind: Kind,
+}
+
+impl DeviceKind {
+    /// float32 on the CPU.
+    pub const CPU_F32: Self = Self { device: Device::Cpu, kind: Kind::Float };
+
+    /// As `tch` takes them to create a tensor.
+    pub fn options(self) -> (Kind, Device) {
+        (self.kind, self.device)
+    }
+}
+
 /// The requested device and the type of weights and activations: bfloat16 on a GPU and float32 on a
 /// CPU, unless `dtype` says otherwise. `local` is the index of this process among those on the
 /// machine that use one GPU each.
@@ -19,13 +38,13 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// # Errors
 /// A GPU that libtorch does not see. Also `auto` on a machine whose GPUs libtorch does not see,
 /// which would otherwise silently compute on the CPU.
-pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<(Device, Kind), Invalid> {
+pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<DeviceKind, Invalid> {
     let device = Gpus::here().device(asked, local)?;
     let kind = match (dtype, device) {
         (Dtype::Float32, _) | (Dtype::Auto, Device::Cpu) => Kind::Float,
         (Dtype::Bfloat16, _) | (Dtype::Auto, _) => Kind::BFloat16,
     };
-    Ok((device, kind))
+    Ok(DeviceKind { device, kind })
 }
 
 /// How many one-GPU processes `asked` has room for; `None` on a CPU.
@@ -179,8 +198,9 @@ mod tests {
     #[test]
     fn a_device_is_had_or_refused() {
         let cpu = |dtype| place(Asked::Cpu, dtype, 3).unwrap();
-        assert_eq!(cpu(Dtype::Auto), (Device::Cpu, Kind::Float));
-        assert_eq!(cpu(Dtype::Bfloat16), (Device::Cpu, Kind::BFloat16));
+        assert_eq!(cpu(Dtype::Auto), DeviceKind::CPU_F32);
+        let half = DeviceKind { device: Device::Cpu, kind: Kind::BFloat16 };
+        assert_eq!(cpu(Dtype::Bfloat16), half);
         let refused = place(Asked::Cuda(Some(99)), Dtype::Auto, 0).unwrap_err().to_string();
         assert!(refused.starts_with("--device is cuda:99, but "), "{refused}");
     }

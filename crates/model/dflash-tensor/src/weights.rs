@@ -13,11 +13,11 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dflash_formats::safetensors::{SINGLE, weight_map};
 use dflash_kernels::decode::fits_bfloat16;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::loading::Progress;
 use crate::checkpoint::{TensorFile, pieces};
-use crate::{Error, Result};
+use crate::{DeviceKind, Error, Result};
 
 /// Name of the embedding tensor of native targets, without prefix.
 pub const EMBEDDING: &str = "embed_tokens.weight";
@@ -48,7 +48,7 @@ pub struct Weights {
 
 /// A selection of rows (dimension 0) of a stored tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rows {
+pub struct WeightRows {
     /// Number of rows of the stored tensor.
     pub whole: i64,
     /// The selected rows, in destination order.
@@ -124,7 +124,7 @@ impl Weights {
         if self.is_fp8(name)? {
             self.read_fp8(name, dim, start, destination)?;
         } else {
-            shard.read_part_into(name, (dim, start), destination)?;
+            shard.read_part_into(name, dim, start, destination)?;
         }
         let (whole, elements) = (shard.bytes_of(name)?, shard.elements_of(name)?);
         self.count(name, whole / elements.max(1) * destination.numel() as u64)
@@ -134,7 +134,12 @@ impl Weights {
     ///
     /// # Errors
     /// As [`Self::read_into`].
-    pub fn read_rows_into(&self, name: &str, rows: &Rows, destination: &Tensor) -> Result<()> {
+    pub fn read_rows_into(
+        &self,
+        name: &str,
+        rows: &WeightRows,
+        destination: &Tensor,
+    ) -> Result<()> {
         if rows.is_all() {
             return self.read_into(name, destination);
         }
@@ -147,7 +152,7 @@ impl Weights {
             let part = destination.narrow(0, begin, end - start);
             match is_fp8 {
                 true => self.read_fp8(name, 0, start, &part)?,
-                false => shard.read_part_into(name, (0, start), &part)?,
+                false => shard.read_part_into(name, 0, start, &part)?,
             }
             begin += end - start;
         }
@@ -263,14 +268,14 @@ impl Weights {
     }
 
     /// Reads tensor `name` of the given shape, as [`Self::read_into`] does.
-    pub fn read(&self, name: &str, shape: &[i64], options: (Kind, Device)) -> Result<Tensor> {
-        let tensor = Tensor::empty(shape, options);
+    pub fn read(&self, name: &str, shape: &[i64], place: DeviceKind) -> Result<Tensor> {
+        let tensor = Tensor::empty(shape, place.options());
         self.read_into(name, &tensor)?;
         Ok(tensor)
     }
 }
 
-impl Rows {
+impl WeightRows {
     /// Whether these are all rows in their stored order.
     fn is_all(&self) -> bool {
         let mut end = 0;
@@ -286,11 +291,9 @@ mod tests {
     use super::*;
     use crate::checkpoint::{write_safetensors, write_safetensors_as};
 
-    const CPU_F32: (Kind, Device) = (Kind::Float, Device::Cpu);
-
     fn sample() -> Vec<(String, Tensor)> {
         vec![
-            ("b".into(), Tensor::arange(6, CPU_F32).view([2, 3])),
+            ("b".into(), Tensor::arange(6, DeviceKind::CPU_F32.options()).view([2, 3])),
             ("a".into(), Tensor::from_slice(&[0.5f32, -2.0])),
         ]
     }
@@ -309,7 +312,7 @@ mod tests {
             let (dir, _) = saved(kind);
             let weights = Weights::open(dir.path()).unwrap();
             for (name, tensor) in sample() {
-                let read = weights.read(&name, &tensor.size(), CPU_F32).unwrap();
+                let read = weights.read(&name, &tensor.size(), DeviceKind::CPU_F32).unwrap();
                 assert_eq!(read, tensor, "{name} in {kind:?}");
             }
         }
@@ -319,9 +322,9 @@ mod tests {
     fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
         let (dir, _) = saved(Kind::Float);
         let weights = Weights::open(dir.path()).unwrap();
-        let missing = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
+        let missing = weights.read("c", &[1], DeviceKind::CPU_F32).unwrap_err().to_string();
         assert!(missing.contains("has no tensor c"), "{missing}");
-        let shape = weights.read("b", &[3, 2], CPU_F32).unwrap_err().to_string();
+        let shape = weights.read("b", &[3, 2], DeviceKind::CPU_F32).unwrap_err().to_string();
         assert!(shape.contains("tensor b has shape [2, 3], expected [3, 2]"), "{shape}");
     }
 
@@ -336,11 +339,11 @@ mod tests {
         fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
         fs::remove_file(dir.path().join("model-0.safetensors")).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
-        assert_eq!(weights.read("a", &[2], CPU_F32).unwrap(), sample()[1].1);
-        let error = weights.read("b", &[2, 3], CPU_F32).unwrap_err().to_string();
+        assert_eq!(weights.read("a", &[2], DeviceKind::CPU_F32).unwrap(), sample()[1].1);
+        let error = weights.read("b", &[2, 3], DeviceKind::CPU_F32).unwrap_err().to_string();
         let expected = "lacks the shard model-0.safetensors, which has the tensor b according to its model.safetensors.index.json; download it again";
         assert!(error.ends_with(expected), "{error}");
-        let error = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
+        let error = weights.read("c", &[1], DeviceKind::CPU_F32).unwrap_err().to_string();
         assert!(error.contains("has no tensor c"), "{error}");
     }
 

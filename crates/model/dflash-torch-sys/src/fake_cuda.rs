@@ -89,7 +89,8 @@ pub(crate) fn start_over() {
 /// # Errors
 /// Tensors that are not fake.
 pub(crate) fn own_kernel(
-    (name, launches): (&str, i64),
+    name: &str,
+    launches: i64,
     reads: &[&Tensor],
     writes: &[&Tensor],
 ) -> Result<(), Error> {

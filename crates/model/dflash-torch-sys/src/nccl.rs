@@ -115,7 +115,8 @@ impl NcclGroup {
     /// [`Error::NoNccl`], [`Error::Nccl`]: for instance if two ranks use one GPU.
     pub fn join(
         id: &[u8; ID_BYTES],
-        (rank, size): (usize, usize),
+        rank: usize,
+        size: usize,
         device: Device,
     ) -> Result<Self, Error> {
         let library = Library::open()?;
@@ -415,7 +416,7 @@ mod tests {
     fn finding_agrees_with_joining() {
         // Without NCCL both give the reason; with NCCL this machine may still lack a GPU.
         if let Err(missing) = find_nccl() {
-            let refused = NcclGroup::join(&[0; ID_BYTES], (0, 1), Device::Cuda(0)).err().unwrap();
+            let refused = NcclGroup::join(&[0; ID_BYTES], 0, 1, Device::Cuda(0)).err().unwrap();
             assert_eq!(refused.to_string(), missing.to_string());
         }
     }

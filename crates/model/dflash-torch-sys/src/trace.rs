@@ -88,32 +88,32 @@ pub fn is_fake_cuda() -> bool {
 /// # Panics
 /// If a tensor is not fake: a bug of the caller.
 pub fn own_kernel(name: &'static str, reads: &[&Tensor], writes: &[&Tensor]) {
-    own_kernels((name, 1), reads, writes);
+    own_kernels(name, 1, reads, writes);
 }
 
-/// [`own_kernel`] for several launches that share the work.
+/// [`own_kernel`] for several `launches` that share the work.
 ///
 /// # Panics
 /// As [`own_kernel`].
-pub fn own_kernels(kernel: (&'static str, i64), reads: &[&Tensor], writes: &[&Tensor]) {
+pub fn own_kernels(name: &'static str, launches: i64, reads: &[&Tensor], writes: &[&Tensor]) {
     if is_fake_cuda() {
-        shim::own_kernel(kernel, reads, writes).unwrap_or_else(|error| panic!("{error}"));
+        shim::own_kernel(name, launches, reads, writes).unwrap_or_else(|error| panic!("{error}"));
     }
 }
 
 /// Marks the current part of a step until dropped.
 #[derive(Debug)]
 #[must_use = "the part ends when this is dropped"]
-pub struct Part {
+pub struct TracedPart {
     before: Option<u32>,
 }
 
 /// Assigns what follows to part `name` until the result is dropped. The innermost part counts.
-pub fn part(name: &'static str) -> Part {
+pub fn part(name: &'static str) -> TracedPart {
     if !is_fake_cuda() && !TIMED.get() {
-        return Part { before: None };
+        return TracedPart { before: None };
     }
-    Part { before: Some(enter(number(name))) }
+    TracedPart { before: Some(enter(number(name))) }
 }
 
 fn enter(number: u32) -> u32 {
@@ -136,7 +136,7 @@ fn number(name: &'static str) -> u32 {
     })
 }
 
-impl Drop for Part {
+impl Drop for TracedPart {
     fn drop(&mut self) {
         if let Some(before) = self.before {
             enter(before);

@@ -8,7 +8,7 @@ use dflash_chat::ChatTokenizer;
 use dflash_io::PendingDir;
 use dflash_settings::{DemoTargetSettings, Device as Asked, Dtype};
 use dflash_target::{Target, TargetConfig};
-use dflash_tensor::place;
+use dflash_tensor::{DeviceKind, place};
 use serde_json::{Value, json};
 use tch::Kind;
 
@@ -163,7 +163,7 @@ fn make_target(
         .map(|turns| training::document(&tokenizer, turns))
         .collect::<Result<Vec<_>, _>>()?;
     let shape = target_config(tokenizer.len());
-    let (device, _) = place(Asked::Auto, Dtype::Float32, 0)?;
+    let DeviceKind { device, .. } = place(Asked::Auto, Dtype::Float32, 0)?;
     let target = Target::random(shape, config.seed.cast_signed(), device);
     let parameters = target.parameters().iter().map(|(_, tensor)| tensor.numel() as i64).sum();
     observe(Event::Target { parameters });

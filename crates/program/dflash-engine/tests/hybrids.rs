@@ -18,9 +18,9 @@ const VOCAB: usize = 96;
 const HIDDEN: i64 = 32;
 
 /// A directory with a copy of a model, a word tokenizer, and a draft.
-struct Place(tempfile::TempDir);
+struct HybridDir(tempfile::TempDir);
 
-impl Place {
+impl HybridDir {
     fn new(name: &str) -> Self {
         let place = Self(tempfile::tempdir().unwrap());
         let found = entries("targets2", None).into_iter().find(|entry| entry.name == name);
@@ -157,7 +157,7 @@ fn words(from: usize, count: usize) -> String {
 #[test]
 fn drafted_answers_are_the_targets_own() {
     for name in NAMES {
-        let place = Place::new(name);
+        let place = HybridDir::new(name);
         let generate = "generate --target target --max-new-tokens 40 --raw";
         for prompt in [words(5, 3), words(11, 60)] {
             let plain = place.run(generate, &[&prompt]);
@@ -215,7 +215,7 @@ fn drafted_answers_are_the_targets_own() {
 #[test]
 fn a_server_answers_alike_whatever_it_has_kept() {
     for name in NAMES {
-        let place = Place::new(name);
+        let place = HybridDir::new(name);
         let server = place.serve("serve --target target --draft draft");
         let system = words(30, 70);
         let prompts: Vec<String> = (0..4).map(|n| format!("{system} {}", words(n, 6))).collect();
@@ -238,7 +238,7 @@ fn a_server_answers_alike_whatever_it_has_kept() {
 #[test]
 fn served_hidden_states_are_those_of_the_vectors() {
     for name in NAMES {
-        let place = Place::new(name);
+        let place = HybridDir::new(name);
         let server = place.serve("hidden-server target --target-layer-ids 0 1 2 --wire-dtype f32");
         let golden = TensorFile::open(&place.path("target/golden.safetensors")).unwrap();
         let ids = golden.any_tensor("input_ids").unwrap().flatten(0, -1);

@@ -10,9 +10,9 @@ use tch::{Device, Kind};
 const WORDS: [&str; 7] = ["<unk>", "<eos>", "user", "assistant", "a", "b", "c"];
 
 /// A directory with a random target and questions.
-struct Place(tempfile::TempDir);
+struct RegenerateDir(tempfile::TempDir);
 
-impl Place {
+impl RegenerateDir {
     fn new() -> Self {
         let place = Self(tempfile::tempdir().unwrap());
         let mut config = TargetConfig::qwen3(32, 2, WORDS.len() as i64);
@@ -80,7 +80,7 @@ fn lines(path: &Path) -> Vec<String> {
 
 #[test]
 fn a_finished_file_is_continued_or_kept_or_replaced_on_request() {
-    let place = Place::new();
+    let place = RegenerateDir::new();
     let two = place.succeeds("--max-new-tokens 8 --limit 2", "2 rows (0 from an earlier run)");
     assert_eq!(two.len(), 2);
     assert!(two[0].starts_with(r#"{"question":"a","answer":""#), "{}", two[0]);
@@ -97,7 +97,7 @@ fn a_finished_file_is_continued_or_kept_or_replaced_on_request() {
 
 #[test]
 fn columns_that_no_prompt_has_are_named() {
-    let place = Place::new();
+    let place = RegenerateDir::new();
     let rows = [
         json!({"question": "a", "context": "b", "answer": "c"}),
         json!({"question": "b", "context": "c"}),
@@ -112,7 +112,7 @@ fn columns_that_no_prompt_has_are_named() {
 
 #[test]
 fn a_file_that_something_else_made_is_kept() {
-    let place = Place::new();
+    let place = RegenerateDir::new();
     std::fs::write(place.path("out.jsonl"), "mine\n").unwrap();
     place.refuses("--max-new-tokens 8", "how it was made is not known");
     assert_eq!(place.succeeds("--max-new-tokens 8 --overwrite", "4 rows").len(), 4);

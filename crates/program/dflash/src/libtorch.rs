@@ -161,24 +161,24 @@ impl Search {
         fallback.ok_or(Error::NoLibtorch { report })
     }
 
-    fn places(&self) -> Vec<Place<'_>> {
+    fn places(&self) -> Vec<LibtorchPlace<'_>> {
         let program = &self.program;
-        let mut places = vec![Place::Beside(program), Place::Above(program)];
-        places.extend(self.cache.as_deref().map(Place::Cache));
-        places.extend(self.pythons.iter().map(|(name, path)| Place::Python(name, path)));
+        let mut places = vec![LibtorchPlace::Beside(program), LibtorchPlace::Above(program)];
+        places.extend(self.cache.as_deref().map(LibtorchPlace::Cache));
+        places.extend(self.pythons.iter().map(|(name, path)| LibtorchPlace::Python(name, path)));
         places
     }
 }
 
 /// One step of the search; expensive ones run only when reached.
-enum Place<'a> {
+enum LibtorchPlace<'a> {
     Beside(&'a Path),
     Above(&'a Path),
     Cache(&'a Path),
     Python(&'static str, &'a Path),
 }
 
-impl Place<'_> {
+impl LibtorchPlace<'_> {
     fn locate(&self) -> Option<PathBuf> {
         match self {
             Self::Beside(program) => python::torch_beside(program),
@@ -193,7 +193,7 @@ impl Place<'_> {
     }
 }
 
-impl fmt::Display for Place<'_> {
+impl fmt::Display for LibtorchPlace<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Beside(program) => {

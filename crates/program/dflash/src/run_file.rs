@@ -46,12 +46,12 @@ struct Handover {
 
 /// Where a setting was found, as an error names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Place {
+enum SettingPlace {
     File { path: PathBuf, line: usize },
     Set,
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for SettingPlace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::File { path, line } => write!(f, "{}:{line}", path.display()),
@@ -63,7 +63,7 @@ impl std::fmt::Display for Place {
 /// A key with its value, not yet known to be a setting.
 #[derive(Debug)]
 struct Entry {
-    place: Place,
+    place: SettingPlace,
     key: String,
     value: Given,
 }
@@ -207,13 +207,13 @@ fn sets(typed: &ArgMatches, table: &str) -> Result<Vec<Entry>, Error> {
     let texts = typed.get_many::<String>(SET).unwrap_or_default();
     let entry = |text: &String| {
         let (key, value) = text.split_once('=').ok_or_else(|| Error::Setting {
-            place: Place::Set.to_string(),
+            place: SettingPlace::Set.to_string(),
             key: text.clone(),
             reason: format!("needs a value, as in --set {text}=VALUE"),
         })?;
         let key = key.trim();
         let key = key.strip_prefix(table).and_then(|key| key.strip_prefix('.')).unwrap_or(key);
-        Ok(Entry { place: Place::Set, key: key.into(), value: Given::of_text(value.trim()) })
+        Ok(Entry { place: SettingPlace::Set, key: key.into(), value: Given::of_text(value.trim()) })
     };
     texts.map(entry).collect()
 }

@@ -5,9 +5,9 @@ use std::process::{Command, Output};
 
 const REQUIRED: &str = "target = 'models/m'\ndata-path = 'data/d'\nsave_path = \"out\"\n";
 
-struct Place(tempfile::TempDir);
+struct RunFileDir(tempfile::TempDir);
 
-impl Place {
+impl RunFileDir {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -62,7 +62,7 @@ fn run(dir: &Path, arguments: &str, variables: &[(&str, &str)]) -> Output {
 
 #[test]
 fn keys_are_the_flags_names_in_either_case() {
-    let place = Place::with(
+    let place = RunFileDir::with(
         "lr = 1e-3\nnum_layers = 3\nblock-size = 0x8\ntarget-layer-ids = [1, 2]\nresume = true\n\
          loss = ['ce=0.5', 'kl']\nendpoint = 'http://a:1/v1'\nno_progress = false\nseed = 1_000\n\
          scheduler_type = 'wsd'",
@@ -87,7 +87,7 @@ fn keys_are_the_flags_names_in_either_case() {
 
 #[test]
 fn flags_beat_set_beats_environment_beats_file_beats_default() {
-    let place = Place::with("lr = 1e-3\nepochs = 2");
+    let place = RunFileDir::with("lr = 1e-3\nepochs = 2");
     place.check("", "lr = 0.001");
     place.check("--set train.lr=2e-3", "lr = 0.002");
     place.check("--set lr=2e-3 --set train.lr=3e-3", "lr = 0.003");
@@ -106,7 +106,7 @@ fn flags_beat_set_beats_environment_beats_file_beats_default() {
 
 #[test]
 fn what_set_says_is_read_as_after_a_flag() {
-    let place = Place::with("resume = true\nwarmup = 0.1");
+    let place = RunFileDir::with("resume = true\nwarmup = 0.1");
     place.check("", "resume = \"latest\"");
     place.check("", "warmup = 0.1");
     place.check("--set resume=7 --set warmup=30", "resume = \"7\"");
@@ -124,10 +124,10 @@ fn what_set_says_is_read_as_after_a_flag() {
 
 #[test]
 fn a_higher_sources_flag_drops_what_it_conflicts_with() {
-    let place = Place::with("gamma = 7.0");
+    let place = RunFileDir::with("gamma = 7.0");
     place.check("--dpace-alpha 0.5", "dpace_alpha = 0.5");
     assert!(!place.dump("--dpace-alpha 0.5", &[]).contains("gamma = "));
-    let both = Place::with("gamma = 7.0\ndpace_alpha = 0.5");
+    let both = RunFileDir::with("gamma = 7.0\ndpace_alpha = 0.5");
     let output = both.run("run.toml --dump-config", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(errors.contains("--gamma <G>' cannot be used with"), "{errors}");
@@ -135,10 +135,10 @@ fn a_higher_sources_flag_drops_what_it_conflicts_with() {
 
 #[test]
 fn a_flag_and_what_it_requires_may_come_from_two_places() {
-    let place = Place::with("optimizer = 'muon'");
+    let place = RunFileDir::with("optimizer = 'muon'");
     place.check("--muon-lr 0.5", "muon_lr = 0.5");
     place.check("--set muon_lr=0.5", "optimizer = \"muon\"");
-    let output = Place::with("muon_lr = 0.5").run("run.toml --dump-config", &[]);
+    let output = RunFileDir::with("muon_lr = 0.5").run("run.toml --dump-config", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(errors.contains("run.toml:5: --muon-lr needs --optimizer muon"), "{errors}");
 }
@@ -147,7 +147,7 @@ fn a_flag_and_what_it_requires_may_come_from_two_places() {
 fn what_is_dumped_gives_the_same_run() {
     let settings = "warmup = 5\nresume = 'auto'\nadam_betas = [0.8, 0.9]\ntarget_layer_ids = [1, 2]\nloss = ['ce', 'kl=.5']\n\
                     weight_decay = 1\nseed = 18446744073709551615";
-    let place = Place::with(settings);
+    let place = RunFileDir::with(settings);
     let first = place.dump("--max-steps 7 --set lr=.5", &[]);
     assert!(first.contains("warmup = 5\n") && first.contains("[0.8, 0.9]"), "{first}");
     assert!(first.contains("lr = 0.5\n") && first.contains("max_steps = 7\n"), "{first}");
@@ -157,7 +157,7 @@ fn what_is_dumped_gives_the_same_run() {
 
 #[test]
 fn mistakes_in_the_file_are_named_with_their_line() {
-    let check = |more: &str, expect: &str| Place::with(more).refuse("", expect);
+    let check = |more: &str, expect: &str| RunFileDir::with(more).refuse("", expect);
     check("\nlrr = 1", "run.toml:6: lrr is not a setting of `dflash train`; did you mean lr?");
     check("set = ['lr=1']", "run.toml:5: set is not a setting");
     check("lr = 'fast'", "run.toml:5: lr is a string, but a number is needed");
@@ -175,14 +175,14 @@ fn mistakes_in_the_file_are_named_with_their_line() {
     check("lr = ", "run.toml:5: ");
     check("[train.draft]\nlayers = 1", "run.toml:5: draft is not a setting");
     check("[model]", "run.toml:5: model is not a table of a run file");
-    let output = Place::new().run("gone.toml", &[]);
+    let output = RunFileDir::new().run("gone.toml", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(errors.contains("cannot read the run file gone.toml"), "{errors}");
 }
 
 #[test]
 fn what_neither_line_nor_file_gives_is_asked_for() {
-    let place = Place::new();
+    let place = RunFileDir::new();
     place.write("run.toml", "[train]\nlr = 1e-3");
     let output = place.run("run.toml --data-path d", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
@@ -193,7 +193,7 @@ fn what_neither_line_nor_file_gives_is_asked_for() {
 
 #[test]
 fn a_lost_result_is_an_error_and_a_lost_message_is_not() {
-    let place = Place::with("");
+    let place = RunFileDir::with("");
     let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
     let dump = |more: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflash"));
@@ -211,7 +211,7 @@ fn a_lost_result_is_an_error_and_a_lost_message_is_not() {
 
 #[test]
 fn every_command_reads_its_table() {
-    let place = Place::new();
+    let place = RunFileDir::new();
     place.write(
         "run.toml",
         "[prepare]\ndata = ['a.jsonl']\nchat_template_kwargs = { enable_thinking = false }\n\
@@ -248,12 +248,12 @@ fn run_files_of_earlier_releases_are_read_as_they_were() {
     let dumped = "resume = false\nresume_or_start = false\nwarmup_ratio = 0.04\nzero = 0\n\
                   matmul_precision = 'float32'\njoin_timeout = 120\nwait_for_server = 60\n\
                   max_in_flight = 16\nvalidation_ratio = 0.0\nmax_anchors = 3072\ngrace = 9";
-    let place = Place::with(dumped);
+    let place = RunFileDir::with(dumped);
     for line in ["warmup = 0.04", "zero = 0", "validation_ratio = 0.0", "max_anchors = 3072"] {
         place.check("", line);
     }
     assert!(!place.dump("", &[]).contains("\nresume ="));
-    let place = Place::with("resume_or_start = true\nwarmup-steps = 30\nadam_beta1 = 0.8");
+    let place = RunFileDir::with("resume_or_start = true\nwarmup-steps = 30\nadam_beta1 = 0.8");
     for line in ["resume = \"auto\"", "warmup = 30", "adam_betas = [0.8, 0.95]"] {
         place.check("", line);
     }
@@ -261,7 +261,7 @@ fn run_files_of_earlier_releases_are_read_as_they_were() {
     place.check("--set resume_from=7 --set warmup_ratio=0.5", "warmup = 0.5");
     place.check("--warmup_steps=2", "warmup = 2");
     place.refuse("--set warmup_ratio=1", "--set: warmup is refused: invalid value '1.0'");
-    let twice = Place::with("warmup = 5\nwarmup_ratio = 0.1");
+    let twice = RunFileDir::with("warmup = 5\nwarmup_ratio = 0.1");
     twice.refuse("", "warmup is given twice in this file");
-    Place::with("warmup_ratio = 'x'").refuse("", "run.toml:5: warmup is refused");
+    RunFileDir::with("warmup_ratio = 'x'").refuse("", "run.toml:5: warmup is refused");
 }

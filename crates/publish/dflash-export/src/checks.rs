@@ -20,7 +20,8 @@ const LLAMA_CPP_TARGETS: [&str; 3] = ["LlamaForCausalLM", "MistralForCausalLM", 
 pub(crate) fn fits(
     source: &Source,
     target: &TargetFacts,
-    (identity, settings): (&TargetIdentity, &ExportSettings),
+    identity: &TargetIdentity,
+    settings: &ExportSettings,
 ) -> Result<()> {
     let draft = source.config();
     let depth = draft.num_target_layers.unwrap_or(target.num_hidden_layers);

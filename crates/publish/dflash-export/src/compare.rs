@@ -42,7 +42,7 @@ pub(crate) fn compare(
     let mut largest = 0f64;
     for parameter in parameters {
         let (own, theirs) = (parameter.view(exported.flat()), parameter.view(loaded.flat()));
-        largest = largest.max(tensor(&parameter.name, (&own, &theirs), dtype_of(parameter))?);
+        largest = largest.max(tensor(&parameter.name, &own, &theirs, dtype_of(parameter))?);
     }
     let forward = forward_difference(exported, loaded);
     if forward.is_nan() || forward > MOST_CHANGE {
@@ -57,11 +57,7 @@ pub(crate) fn compare(
 ///
 /// # Errors
 /// A difference beyond the type's rounding.
-pub(crate) fn tensor(
-    name: &str,
-    (own, theirs): (&Tensor, &Tensor),
-    dtype: ExportDtype,
-) -> Result<f64> {
+pub(crate) fn tensor(name: &str, own: &Tensor, theirs: &Tensor, dtype: ExportDtype) -> Result<f64> {
     let rounded = |kind| own.to_kind(kind).to_kind(Kind::Float).equal(theirs);
     let is_near = match dtype {
         ExportDtype::F32 => own.equal(theirs),
@@ -141,8 +137,8 @@ mod tests {
     fn notices(dtype: ExportDtype, read: &Tensor, change: f64) -> bool {
         let changed = read.copy();
         let _ = changed.view([-1]).narrow(0, 77, 1).g_add_scalar_(change);
-        tensor("x", (&values(), read), dtype).unwrap();
-        tensor("x", (&values(), &changed), dtype).is_err()
+        tensor("x", &values(), read, dtype).unwrap();
+        tensor("x", &values(), &changed, dtype).is_err()
     }
 
     #[test]
@@ -151,13 +147,13 @@ mod tests {
         let read = |kind| values().to_kind(kind).to_kind(Kind::Float);
         assert!(notices(ExportDtype::F16, &read(Kind::Half), 3e-4));
         assert!(notices(ExportDtype::Bf16, &read(Kind::BFloat16), 2e-3));
-        assert!(tensor("x", (&values(), &read(Kind::Half)), ExportDtype::F32).is_err());
+        assert!(tensor("x", &values(), &read(Kind::Half), ExportDtype::F32).is_err());
         let (largest, _) = values().abs().max_dim(1, true);
         let step = largest / 127.0;
         let read = (values() / &step).round() * &step;
         assert!(notices(ExportDtype::Q80, &read, 0.3 / 100.0));
         assert!(!notices(ExportDtype::Q80, &read, 0.0));
         let nan = values() * f64::NAN;
-        assert!(tensor("x", (&nan, &nan), ExportDtype::Q80).is_err());
+        assert!(tensor("x", &nan, &nan, ExportDtype::Q80).is_err());
     }
 }

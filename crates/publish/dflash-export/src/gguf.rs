@@ -79,9 +79,11 @@ pub(crate) fn tensor_type(parameter: &Parameter, dtype: ExportDtype) -> TensorTy
 /// I/O, or rows that do not fit q8_0.
 pub(crate) fn write(
     path: &Path,
-    (source, head_vh): (&Source, Option<&Tensor>),
+    source: &Source,
+    head_vh: Option<&Tensor>,
     dtype: ExportDtype,
-    (tokenizer, identity): (&ChatTokenizer, &TargetIdentity),
+    tokenizer: &ChatTokenizer,
+    identity: &TargetIdentity,
 ) -> Result<()> {
     let draft = &source.draft;
     let mut tensors: Vec<Named> = draft
@@ -102,7 +104,7 @@ pub(crate) fn write(
         let width = odd.shape.last().copied().unwrap_or_default();
         return Err(Error::Q8Width { name: odd.name.clone(), width });
     }
-    let keys = keys::of(source.config(), dtype, (tokenizer, identity))?;
+    let keys = keys::of(source.config(), dtype, tokenizer, identity)?;
     tensors::write(path, &keys, &tensors)
 }
 

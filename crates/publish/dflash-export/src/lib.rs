@@ -24,8 +24,8 @@ use dflash_identity::TargetIdentity;
 use dflash_io::PendingDir;
 use dflash_settings::{ExportDtype, ExportFormat, ExportSettings};
 use dflash_target::{TargetFacts, TargetIo};
-use dflash_tensor::kind_name;
-use tch::{Device, Kind, Tensor};
+use dflash_tensor::{DeviceKind, kind_name};
+use tch::{Kind, Tensor};
 
 pub use compare::Deviation;
 pub use error::{Error, Result};
@@ -62,14 +62,16 @@ struct Target<'a> {
 pub fn export(
     mut source: Source,
     settings: &ExportSettings,
-    (target_dir, facts, tokenizer): (&Path, &TargetFacts, Option<&ChatTokenizer>),
+    target_dir: &Path,
+    facts: &TargetFacts,
+    tokenizer: Option<&ChatTokenizer>,
     stop: &AtomicBool,
 ) -> Result<Exported> {
     if settings.output.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: settings.output.clone() });
     }
     let identity = TargetIdentity::read(target_dir, &settings.target)?;
-    checks::fits(&source, facts, (&identity, settings))?;
+    checks::fits(&source, facts, &identity, settings)?;
     checks::servable(&source, facts, settings)?;
     if settings.full_vocabulary {
         source.vocabulary = None;
@@ -93,22 +95,22 @@ fn write(
         _ => None,
     };
     check_stop(stop)?;
-    let content = (source, head_vh.as_ref());
+    let head_vh = head_vh.as_ref();
     let path = match settings.format {
         ExportFormat::Gguf => {
             let path = aside.path().join("draft.gguf");
             let missing = || dflash_chat::Error::NoTokenizer { dir: target.dir.into() };
-            let of = (target.tokenizer.ok_or_else(missing)?, &target.identity);
-            gguf::write(&path, content, settings.dtype, of)?;
+            let tokenizer = target.tokenizer.ok_or_else(missing)?;
+            gguf::write(&path, source, head_vh, settings.dtype, tokenizer, &target.identity)?;
             path
         }
         _ => {
-            write_directory(aside.path(), content, settings, target)?;
+            write_directory(aside.path(), source, head_vh, settings, target)?;
             aside.path().to_owned()
         }
     };
     check_stop(stop)?;
-    let deviation = check(content, &path, settings)?;
+    let deviation = check(source, head_vh, &path, settings)?;
     let bytes = size(&path)?;
     check_stop(stop)?;
     let output = settings.output.clone();
@@ -126,14 +128,15 @@ fn check_stop(stop: &AtomicBool) -> Result<()> {
 
 /// A pruned draft's rows of the target's head, [Vd, H] in float32.
 fn pruned_head(target: &Target<'_>, vocabulary: &DraftVocabulary) -> Result<Tensor> {
-    let head = TargetIo::of(target.dir, target.facts, (Device::Cpu, Kind::Float))?;
+    let head = TargetIo::of(target.dir, target.facts, DeviceKind::CPU_F32)?;
     Ok(head.lm_head_vh.index_select(0, &Tensor::from_slice(vocabulary.selected())))
 }
 
 /// Writes z-lab's or speculators' layout to `dir`.
 fn write_directory(
     dir: &Path,
-    (source, head_vh): (&Source, Option<&Tensor>),
+    source: &Source,
+    head_vh: Option<&Tensor>,
     settings: &ExportSettings,
     target: &Target<'_>,
 ) -> Result<()> {
@@ -154,7 +157,7 @@ fn write_directory(
         // Not its path, since exports are moved to other machines.
         let name_or_path = target.identity.name.clone();
         let verifier = Verifier { name_or_path, architectures };
-        source.config().save_speculators(dir, (&kind_name(kind), says), &verifier)?;
+        source.config().save_speculators(dir, &kind_name(kind), says, &verifier)?;
     }
     target.identity.write_into_draft(dir)?;
     Ok(source.draft.save_weights(dir, kind, &more)?)
@@ -172,7 +175,8 @@ fn kind(dtype: ExportDtype) -> Kind {
 
 /// Loads the export at `path` and compares it with its source.
 fn check(
-    (source, head_vh): (&Source, Option<&Tensor>),
+    source: &Source,
+    head_vh: Option<&Tensor>,
     path: &Path,
     settings: &ExportSettings,
 ) -> Result<Deviation> {
@@ -189,7 +193,7 @@ fn check(
             let file = dflash_tensor::checkpoint::TensorFile::open(&weights)?;
             file.any_tensor(HEAD)?.to_kind(Kind::Float)
         };
-        compare::tensor("the pruned head", (own, &read), settings.dtype)?;
+        compare::tensor("the pruned head", own, &read, settings.dtype)?;
     }
     let stored = |parameter: &Parameter| match settings.format {
         ExportFormat::Gguf if parameter.role == Role::Vector => ExportDtype::F32,

@@ -7,7 +7,7 @@ use dflash_formats::draft::{ARCHITECTURE, Layout, Outline};
 use dflash_formats::fields::Fields;
 use dflash_formats::gguf::{self, GgufFile};
 use dflash_formats::safetensors::Header;
-use dflash_hub::Part;
+use dflash_hub::ModelPart;
 use dflash_identity::{TargetIdentity, file_digest};
 use dflash_run::{Checkpoint, Evaluation, draft_dir};
 use serde_json::Value;
@@ -67,7 +67,7 @@ impl Drafter {
         let config = json(&place.join(CONFIG))?;
         refuse_paths(&place.join(CONFIG), "", &config)?;
         let missing = |missing| Error::NoDrafter { path: place.clone(), missing };
-        let names = Part::Draft.present(&place).map_err(missing)?;
+        let names = ModelPart::Draft.present(&place).map_err(missing)?;
         let (mut parameters, mut dtype) = (None, None);
         for name in
             names.iter().filter(|name| name.ends_with(".safetensors") && **name != VOCABULARY)

@@ -29,15 +29,15 @@ impl ModelFacts {
 }
 
 /// The rows of each prompt and each layer.
-pub type Rows = Vec<Vec<Bytes>>;
+pub type StateRows = Vec<Vec<Bytes>>;
 
 /// The result of a batch.
 pub enum Features {
     /// The rows.
-    Here(Rows),
+    Here(StateRows),
     /// A function that waits for the rows. They are being copied to the host, and the next batch
     /// may begin.
-    Coming(Box<dyn FnOnce() -> Result<Rows, Error>>),
+    Coming(Box<dyn FnOnce() -> Result<StateRows, Error>>),
 }
 
 impl Features {
@@ -45,7 +45,7 @@ impl Features {
     ///
     /// # Errors
     /// The device failed, or the host has no memory for the rows.
-    pub fn rows(self) -> Result<Rows, Error> {
+    pub fn rows(self) -> Result<StateRows, Error> {
         match self {
             Self::Here(rows) => Ok(rows),
             Self::Coming(rows) => rows(),

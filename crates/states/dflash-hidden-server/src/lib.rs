@@ -19,6 +19,6 @@ mod worker;
 
 pub use dflash_target::PackedPrompts;
 pub use error::Error;
-pub use featurizer::{Features, Featurizer, ModelFacts, Rows};
+pub use featurizer::{Features, Featurizer, ModelFacts, StateRows};
 pub use server::{Loader, Ready, serve};
 pub use target::{TargetFeaturizer, follow, grid};

@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::copy_out::CopyOut;
 use crate::error::Error;
-use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
+use crate::featurizer::{Features, Featurizer, ModelFacts, StateRows};
 use crate::parallel::{InFlight, Lead, Peers, Stage};
 
 /// A target that returns rows.
@@ -76,7 +76,7 @@ fn join(
 ) -> Result<(PrefillOptions<'static>, Peers), Error> {
     let options = options(settings, env.local_rank)?;
     let common = vec![("the target".to_owned(), dir.display().to_string())];
-    let peers = Peers::connect(env, grid(settings.parallel), options.place.0, common)?;
+    let peers = Peers::connect(env, grid(settings.parallel), options.place.device, common)?;
     Ok((options, peers))
 }
 
@@ -127,7 +127,7 @@ impl TargetFeaturizer {
     ) -> Result<Self, Error> {
         let identity = TargetIdentity::read(dir, &settings.target)?;
         let copy_out =
-            download_from(options.place.0)?.map(|download| Rc::new(CopyOut::new(download)));
+            download_from(options.place.device)?.map(|download| Rc::new(CopyOut::new(download)));
         let facts = facts_of(&target, dir, identity, settings)?;
         Ok(Self { target, facts, copy_out })
     }
@@ -232,7 +232,7 @@ impl Batch {
 }
 
 /// The rows of prompts that begin at `starts`, from states on the host.
-fn host_rows(states: &[Tensor], kind: Kind, starts: &[i64]) -> Result<Rows, Unfit> {
+fn host_rows(states: &[Tensor], kind: Kind, starts: &[i64]) -> Result<StateRows, Unfit> {
     let mut rows = vec![Vec::with_capacity(states.len()); starts.len() - 1];
     for state_th in states {
         let host_th = on_host(state_th, kind)?;

@@ -11,7 +11,7 @@ use dflash_target::{PackedPrompts, TokenBudget};
 use dflash_tensor::catch_oom;
 
 use crate::error::Error;
-use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
+use crate::featurizer::{Features, Featurizer, ModelFacts, StateRows};
 use crate::metrics::Metrics;
 use crate::queue::{Batch, Job, Queue};
 
@@ -182,7 +182,13 @@ fn record(
     Ok(HiddenStates::new(ids, tokens, hidden_size, dtype, layers)?)
 }
 
-fn answer(facts: &ModelFacts, jobs: Vec<Job>, layer_ids: &[u32], rows: Rows, metrics: &Metrics) {
+fn answer(
+    facts: &ModelFacts,
+    jobs: Vec<Job>,
+    layer_ids: &[u32],
+    rows: StateRows,
+    metrics: &Metrics,
+) {
     for (job, rows) in jobs.into_iter().zip(rows) {
         let record = record(facts, &job, layer_ids, rows);
         metrics.prompts.add(1);

@@ -137,7 +137,7 @@ impl OfflineFiles {
         let rows = interleave(states);
         let ids: Vec<u8> = token_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
         let (dtype, layer_ids) = (stored_dtype(states.dtype), format!("{:?}", states.layer_ids));
-        let digest = digest((dtype, &shape, &layer_ids), &ids, &rows);
+        let digest = digest(dtype, &shape, &layer_ids, &ids, &rows);
         let mut metadata = HashMap::from([
             (FORMAT.to_owned(), "pt".to_owned()),
             (LAYER_IDS.to_owned(), layer_ids),

@@ -147,13 +147,13 @@ impl Fetcher {
             match &*kind {
                 Kind::Own { model, metadata } => {
                     let states = own::fetch(&call(&with_last), model, metadata).await?;
-                    Ok(self.probed(endpoint, request, (states, true), (Vec::new(), 1)))
+                    Ok(self.probed(endpoint, request, states, true, Vec::new(), 1))
                 }
                 Kind::Vllm { model, max_model_len } => {
                     let call = call(&self.config);
                     let (states, reported, requests) =
                         vllm::probe(&call, model, *max_model_len).await?;
-                    Ok(self.probed(endpoint, request, (states, false), (reported, requests)))
+                    Ok(self.probed(endpoint, request, states, false, reported, requests))
                 }
             }
         };
@@ -166,8 +166,10 @@ impl Fetcher {
         &self,
         endpoint: &Endpoint,
         request: &Request,
-        (states, says_layers): (HiddenStates, bool),
-        (log_probabilities, requests): (Vec<LogProbability>, u32),
+        states: HiddenStates,
+        says_layers: bool,
+        log_probabilities: Vec<LogProbability>,
+        requests: u32,
     ) -> Probe {
         let (origin, input_ids) = (endpoint.url(""), request.input_ids.clone());
         Probe { origin, input_ids, states, says_layers, log_probabilities, requests }

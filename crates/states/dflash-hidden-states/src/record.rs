@@ -107,7 +107,8 @@ impl HiddenStates {
         id: u32,
         rows: Range<usize>,
         dtype: Dtype,
-        (out, stride): (&mut [u8], usize),
+        out: &mut [u8],
+        stride: usize,
     ) -> bool {
         let Some(layer) = self.layer(id) else { return false };
         let (width, written) = (self.row_bytes(), self.hidden_size * dtype.size());
@@ -268,14 +269,14 @@ mod tests {
         let states = sample(&[2, 5], 4, 3);
         let layer = bf16_to_f32(states.layer(5).unwrap());
         let mut out = vec![0xee; 3 * 20];
-        assert!(states.write_rows(5, 1..4, Dtype::F32, (&mut out, 20)));
+        assert!(states.write_rows(5, 1..4, Dtype::F32, &mut out, 20));
         for (row, written) in out.chunks(20).enumerate() {
             assert_eq!(f32s(&written[..12]), layer[3 * (row + 1)..3 * (row + 2)]);
             assert_eq!(written[12..], [0xee; 8], "between the rows nothing is touched");
         }
-        assert!(!states.write_rows(3, 0..1, Dtype::F32, (&mut out, 20)));
+        assert!(!states.write_rows(3, 0..1, Dtype::F32, &mut out, 20));
         let mut as_they_are = vec![0; 24];
-        assert!(states.write_rows(5, 0..4, Dtype::Bf16, (&mut as_they_are, 6)));
+        assert!(states.write_rows(5, 0..4, Dtype::Bf16, &mut as_they_are, 6));
         assert_eq!(as_they_are, states.layer(5).unwrap());
     }
 
@@ -286,7 +287,7 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let states = HiddenStates::new(vec![1], 2, 2, Dtype::F32, vec![bytes.into()]).unwrap();
         let mut out = vec![0; 8];
-        assert!(states.write_rows(1, 0..2, Dtype::Bf16, (&mut out, 4)));
+        assert!(states.write_rows(1, 0..2, Dtype::Bf16, &mut out, 4));
         assert_eq!(out, [0x3f80u16, 0x3f82, 0x3f81, 0x3f80].map(u16::to_le_bytes).concat());
     }
 

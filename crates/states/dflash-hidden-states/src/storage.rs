@@ -50,7 +50,8 @@ impl SharedFiles {
         named: &Path,
         dir: &Path,
         url: &str,
-        (prompt, largest_row): (&[i64], usize),
+        prompt: &[i64],
+        largest_row: usize,
     ) -> Result<Self, Failure> {
         let real = fs::canonicalize(dir);
         let bad_dir = |source| Failure::Fatal(Error::BadStorage { dir: dir.into(), source });

@@ -68,7 +68,9 @@ pub(crate) fn open_regular(path: &Path, follow_links: bool) -> io::Result<File> 
 
 /// The checksum of the content of our files.
 pub(crate) fn digest(
-    (dtype, shape, layer_ids): (StoredDtype, &[usize], &str),
+    dtype: StoredDtype,
+    shape: &[usize],
+    layer_ids: &str,
     token_ids: &[u8],
     rows: &[u8],
 ) -> String {
@@ -90,7 +92,7 @@ impl<R: Read + Seek> TensorFile<R> {
     /// # Errors
     /// [`Error::BadFile`], [`Error::ReadFile`].
     pub(crate) fn open(path: &Path, mut reader: R, size: u64) -> Result<Self, Error> {
-        let header = Header::read(path, &mut reader, (size, LARGEST_HEADER));
+        let header = Header::read(path, &mut reader, size, LARGEST_HEADER);
         let header = header.map_err(|error| match error {
             dflash_formats::Error::Read { path, source } => Error::ReadFile { path, source },
             dflash_formats::Error::Damaged { reason, .. } => bad_file(path, &reason),

@@ -170,7 +170,7 @@ fn named_files(call: &Call<'_>, body: &[u8]) -> Result<SharedFiles, Failure> {
     let path = path_in(body, request, &url)?;
     // It may have one slot more than requested, of the widest type.
     let largest_row = (config.layer_ids.len() + 1) * config.hidden_size * Dtype::F32.size();
-    SharedFiles::new(&path, dir, &url, (&request.input_ids, largest_row))
+    SharedFiles::new(&path, dir, &url, &request.input_ids, largest_row)
 }
 
 /// The path in a reply to the prompt of `request`.
@@ -312,7 +312,7 @@ mod tests {
         let reply = reply.to_string();
         let named = |body: &[u8]| {
             let path = path_in(body, &request(), "url").ok()?;
-            SharedFiles::new(&path, dir.path(), "url", (&PROMPT, 64)).ok()
+            SharedFiles::new(&path, dir.path(), "url", &PROMPT, 64).ok()
         };
         assert_eq!(
             named(reply.as_bytes()).unwrap().data,
@@ -343,7 +343,7 @@ mod tests {
     fn a_damaged_file_gives_no_rows_but_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("cmpl-1.safetensors");
-        let files = || SharedFiles::new(&path, dir.path(), "url", (&PROMPT, 3 * 16)).unwrap();
+        let files = || SharedFiles::new(&path, dir.path(), "url", &PROMPT, 3 * 16).unwrap();
         let mut random = random();
         let (rows, whole) = (write(&path), fs::read(&path).unwrap());
         let take = |files: &SharedFiles| read(files, &request(), &[2, 5], None, 4);

@@ -101,7 +101,7 @@ pub(crate) fn differences(store: &Store, world_size: usize) -> Result<Vec<Differ
     }
     store.add(COMPARED_KEY, 1)?;
     // Best effort: a store that is gone has no readers.
-    until((Instant::now(), LAST_TO_COMPARE), POLL, || {
+    until(Instant::now(), LAST_TO_COMPARE, POLL, || {
         let all = i64::try_from(world_size).unwrap_or(i64::MAX);
         store.add(COMPARED_KEY, 0).map_or(true, |compared| compared >= all).then_some(())
     });

@@ -55,15 +55,17 @@ impl Gloo {
         env: &WorkerEnv,
         timeout: Duration,
     ) -> Self {
-        Self::of_some(group, Arc::new(store), (env.rank, (env.rank, env.world_size)), timeout)
+        Self::of_some(group, Arc::new(store), env.rank, env.rank, env.world_size, timeout)
     }
 
-    /// A group of some processes: `rank` is this process among all, followed by its rank in the
-    /// group and the group's size.
+    /// A group of some processes, `world_size` of them: `rank` is this process among all, `index` its rank in
+    /// the group.
     pub(crate) fn of_some(
         group: ProcessGroup,
         store: Arc<Store>,
-        (rank, (index, world_size)): (usize, (usize, usize)),
+        rank: usize,
+        index: usize,
+        world_size: usize,
         timeout: Duration,
     ) -> Self {
         let health = Arc::new(Health { rank, failed: AtomicBool::new(false), store });

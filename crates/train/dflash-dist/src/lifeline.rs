@@ -20,7 +20,7 @@ const POLL: Duration = Duration::from_millis(5);
 
 /// This rank's address, and the address where it listens.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct LifelineAddress {
     pub(crate) reachable: IpAddr,
     pub(crate) bind: IpAddr,
 }
@@ -43,7 +43,7 @@ struct Line {
 impl Lifeline {
     /// Connects the ranks of `gloo`; rank 0 listens at its `place`. The inner error, the same on
     /// all ranks, says why that is not possible.
-    pub(crate) fn open(gloo: &Gloo, place: Place) -> Result<Result<Self, String>, Error> {
+    pub(crate) fn open(gloo: &Gloo, place: LifelineAddress) -> Result<Result<Self, String>, Error> {
         let size = gloo.world_size();
         if gloo.rank() == 0 {
             let hub = Hub::listen(place);
@@ -102,7 +102,7 @@ struct Hub {
 }
 
 impl Hub {
-    fn listen(place: Place) -> std::io::Result<Self> {
+    fn listen(place: LifelineAddress) -> std::io::Result<Self> {
         let listener = TcpListener::bind((place.bind, 0))?;
         listener.set_nonblocking(true)?;
         let port = listener.local_addr()?.port();
@@ -117,7 +117,7 @@ impl Hub {
 
     fn gather(self, size: usize) -> std::io::Result<Lifeline> {
         let mut lines: Vec<Line> = Vec::new();
-        let all = until((Instant::now(), CONNECT), POLL, || {
+        let all = until(Instant::now(), CONNECT, POLL, || {
             while let Ok((stream, _)) = self.listener.accept() {
                 lines.extend(self.welcome(stream).ok().flatten());
             }
@@ -177,8 +177,10 @@ mod tests {
     use super::*;
     use std::net::Ipv4Addr;
 
-    const HERE: Place =
-        Place { reachable: IpAddr::V4(Ipv4Addr::LOCALHOST), bind: IpAddr::V4(Ipv4Addr::LOCALHOST) };
+    const HERE: LifelineAddress = LifelineAddress {
+        reachable: IpAddr::V4(Ipv4Addr::LOCALHOST),
+        bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+    };
 
     /// The lines of `size` ranks, in their order.
     fn lines(size: usize) -> Vec<Lifeline> {
@@ -192,7 +194,7 @@ mod tests {
     }
 
     fn soon(line: &mut Lifeline) -> Option<usize> {
-        until((Instant::now(), Duration::from_secs(10)), POLL, || line.gone())
+        until(Instant::now(), Duration::from_secs(10), POLL, || line.gone())
     }
 
     #[test]

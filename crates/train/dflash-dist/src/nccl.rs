@@ -24,7 +24,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::communicator::check_contiguous;
 use crate::gloo::Health;
-use crate::lifeline::{Lifeline, Place};
+use crate::lifeline::{Lifeline, LifelineAddress};
 use crate::rendezvous::ConnectOptions;
 use crate::watch::Watch;
 use crate::{Communicator, Error, Gloo, Pending};
@@ -54,7 +54,7 @@ pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
 pub(crate) fn join_or_stage(
     gloo: Gloo,
     options: &ConnectOptions,
-    place: Place,
+    place: LifelineAddress,
 ) -> Result<Box<dyn Communicator>, Error> {
     let wanted = match options.backend {
         Backend::Gloo => false,
@@ -83,14 +83,13 @@ pub(crate) fn join_or_stage(
 fn join(
     gloo: &Gloo,
     options: &ConnectOptions,
-    place: Place,
+    place: LifelineAddress,
 ) -> Result<Result<(NcclGroup, Watch), String>, Error> {
-    let own = (gloo.rank(), gloo.world_size());
     let found = match options.device {
         Device::Cuda(_) => find_nccl(),
         _ => Ok(()),
     };
-    let found = found.and_then(|()| if own.0 == 0 { nccl_id() } else { Ok([0; ID_BYTES]) });
+    let found = found.and_then(|()| if gloo.rank() == 0 { nccl_id() } else { Ok([0; ID_BYTES]) });
     let (id, problem) = match found {
         Ok(id) => (id, None),
         Err(error) => ([0; ID_BYTES], Some(error)),
@@ -100,7 +99,7 @@ fn join(
     }
     let ids = gloo.all_gather_bytes(&id)?;
     let id = ids[0].as_slice().try_into().expect("as many bytes as rank 0 sent");
-    let joined = NcclGroup::join(id, own, options.device);
+    let joined = NcclGroup::join(id, gloo.rank(), gloo.world_size(), options.device);
     let (group, problem) = match joined {
         Ok(group) => (Some(group), None),
         Err(error) => (None, Some(error)),
@@ -111,7 +110,7 @@ fn join(
         (_, reason) => return Ok(Err(reason.unwrap_or_default())),
     };
     let watch = watch(gloo, &group, place, options.collective_timeout)?;
-    let problem = trial(&group, own, options.device).err();
+    let problem = trial(&group, gloo.rank(), gloo.world_size(), options.device).err();
     if problem.is_some() {
         // The others may be waiting in their trial; this notifies them.
         drop(watch);
@@ -125,7 +124,12 @@ fn join(
 }
 
 /// Watches the group; if the lifeline cannot be opened, without detecting the end of peers.
-fn watch(gloo: &Gloo, group: &NcclGroup, place: Place, timeout: Duration) -> Result<Watch, Error> {
+fn watch(
+    gloo: &Gloo,
+    group: &NcclGroup,
+    place: LifelineAddress,
+    timeout: Duration,
+) -> Result<Watch, Error> {
     let lifeline = Lifeline::open(gloo, place)?.unwrap_or_else(|reason| {
         if gloo.rank() == 0 {
             tracing::warn!(
@@ -177,7 +181,7 @@ fn problem_to_name(all: &[Vec<u8>]) -> Option<String> {
 }
 
 /// Sums rank + 1 over all ranks.
-fn trial(group: &NcclGroup, (rank, size): (usize, usize), device: Device) -> Result<(), Problem> {
+fn trial(group: &NcclGroup, rank: usize, size: usize, device: Device) -> Result<(), Problem> {
     let own = Tensor::full([TRIAL], rank as i64 + 1, (Kind::Float, device));
     let summed = group.all_reduce(&own, ReduceOp::Sum).and_then(|work| work.wait());
     summed.map_err(Problem::Own)?;

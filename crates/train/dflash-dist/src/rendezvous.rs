@@ -11,7 +11,7 @@ use tch::Device;
 
 use crate::agreement::{self, present_key};
 use crate::gloo::PERMANENT_KEY;
-use crate::lifeline::Place;
+use crate::lifeline::LifelineAddress;
 use crate::nccl;
 use crate::wait::until;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
@@ -112,7 +112,7 @@ pub fn connect_groups(
     meeting.compare(&store)?;
     let bind = meeting.bind()?;
     let join = |spec: &GroupSpec| match spec.ranks.iter().position(|&rank| rank == env.rank) {
-        Some(index) => meeting.join(&store, (options, spec), (index, &bind)).map(Some),
+        Some(index) => meeting.join(&store, options, spec, index, &bind).map(Some),
         None => Ok(None),
     };
     groups.iter().map(join).collect()
@@ -174,7 +174,7 @@ impl Meeting<'_> {
     /// Retries until someone listens. c10d would retry too, but slowly, and log its attempts.
     fn await_listener(&self) -> Result<(), Error> {
         let listening = || self.is_listening().then_some(());
-        until((self.start, self.limit), POLL, listening).ok_or_else(|| {
+        until(self.start, self.limit, POLL, listening).ok_or_else(|| {
             let (rank, port) = (self.env.rank, self.env.master_port);
             Error::Unreachable { rank, host: self.host.to_owned(), port, waited: self.limit }
         })
@@ -261,16 +261,16 @@ impl Meeting<'_> {
     }
 
     /// The address for our other connections, if gloo's go to `bind`.
-    fn place(&self, bind: &Bind) -> Place {
+    fn place(&self, bind: &Bind) -> LifelineAddress {
         match bind {
-            Bind::Address(address) => Place { reachable: *address, bind: *address },
+            Bind::Address(address) => LifelineAddress { reachable: *address, bind: *address },
             // Its address is not known; the others can probably reach that of the default route.
             Bind::Interface(_) => {
                 let towards = address_towards((self.host, self.env.master_port));
                 let reachable = towards.or_else(|| address_towards(ELSEWHERE));
                 let reachable = reachable.unwrap_or(Ipv4Addr::LOCALHOST.into());
                 let bind = if reachable.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() };
-                Place { reachable, bind }
+                LifelineAddress { reachable, bind }
             }
         }
     }
@@ -278,8 +278,10 @@ impl Meeting<'_> {
     fn join(
         &self,
         store: &Arc<Store>,
-        (options, spec): (&ConnectOptions, &GroupSpec),
-        (index, bind): (usize, &Bind),
+        options: &ConnectOptions,
+        spec: &GroupSpec,
+        index: usize,
+        bind: &Bind,
     ) -> Result<Box<dyn Communicator>, Error> {
         let prefixed = |name: &str| store.prefixed(name).map_err(|source| self.failed(source));
         let (size, timeout) = (spec.ranks.len(), spec.timeout);
@@ -287,8 +289,7 @@ impl Meeting<'_> {
         let group = ProcessGroup::gloo(&prefixed(&format!("group/{}", spec.name))?, &config);
         let group = group.map_err(|source| self.failed(source))?;
         // The launcher's keys are written where it reads them, not under the group's prefix.
-        let own = (self.env.rank, (index, size));
-        let gloo = Gloo::of_some(group, Arc::clone(store), own, timeout);
+        let gloo = Gloo::of_some(group, Arc::clone(store), self.env.rank, index, size, timeout);
         let options =
             ConnectOptions { device: spec.device, collective_timeout: timeout, ..options.clone() };
         nccl::join_or_stage(gloo, &options, self.place(bind))

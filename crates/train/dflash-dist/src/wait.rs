@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 /// Calls `look` every `pause` until it returns a value; `None` if `limit` has passed since `start`.
 /// It is called at least once.
 pub(crate) fn until<T>(
-    (start, limit): (Instant, Duration),
+    start: Instant,
+    limit: Duration,
     pause: Duration,
     mut look: impl FnMut() -> Option<T>,
 ) -> Option<T> {

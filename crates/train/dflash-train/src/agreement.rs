@@ -3,9 +3,9 @@
 
 use dflash_identity::file_digest;
 use dflash_settings::{Classed, Setting, TrainSettings};
-use dflash_tensor::{device_name, kind_name};
+use dflash_tensor::{DeviceKind, device_name, kind_name};
 use serde_json::{Map, Value};
-use tch::{Device, Kind};
+use tch::Device;
 
 use crate::Error;
 use crate::config::TrainConfig;
@@ -16,7 +16,7 @@ const OF_THE_RANK: [&str; 4] = ["target_dir", "pretrained_dir", "command", "job"
 
 impl Prepared<'_> {
     /// Names and values that this rank, computing at `place`, must have in common with the others.
-    pub(crate) fn common(&self, place: (Device, Kind)) -> Result<Vec<(String, String)>, Error> {
+    pub(crate) fn common(&self, place: DeviceKind) -> Result<Vec<(String, String)>, Error> {
         let config = self.config;
         let prompts = config.settings.validation.eval_prompts.as_deref();
         let mut common = settings(config);
@@ -82,7 +82,7 @@ fn text(value: &Value) -> String {
     }
 }
 
-fn computation((device, kind): (Device, Kind)) -> String {
+fn computation(DeviceKind { device, kind }: DeviceKind) -> String {
     // Each rank uses the GPU with its local number.
     let device =
         if matches!(device, Device::Cuda(_)) { "cuda".into() } else { device_name(device) };

@@ -68,16 +68,16 @@ pub(crate) enum RowTensors {
 #[derive(Debug)]
 pub(crate) struct Layout {
     /// Features of the plan's context rows, [C, K*H], with auxiliary layers in ascending order.
-    pub(crate) features: Part,
+    pub(crate) features: TensorSlot,
     /// Tokens of the slots, [N, 1] int64: [anchor token, MASK, ...] for each block.
-    pub(crate) slot_ids: Part,
+    pub(crate) slot_ids: TensorSlot,
     /// The target's last hidden states of all tokens, [T, H], if the objective needs them.
-    pub(crate) last: Option<Part>,
+    pub(crate) last: Option<TensorSlot>,
 }
 
 /// A tensor in a buffer.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct TensorSlot {
     /// Offset of its first byte.
     start: usize,
     shape: [usize; 2],
@@ -101,12 +101,12 @@ impl Assembler {
         let aux_layers = self.draft.target_layer_ids.len();
         let kind = kind_of(self.dtype.unwrap_or(came_as));
         let plan = &blocks.plan;
-        let features = Part::after(0, [plan.context_rows(), aux_layers * width], kind);
+        let features = TensorSlot::after(0, [plan.context_rows(), aux_layers * width], kind);
         let slots = plan.anchors().len() * self.draft.block_size;
-        let slot_ids = Part::after(features.end(), [slots, 1], Kind::Int64);
+        let slot_ids = TensorSlot::after(features.end(), [slots, 1], Kind::Int64);
         let last = |_| {
             let shape = [row.input_ids.len(), width];
-            Part::after(slot_ids.end(), shape, kind_of(came_as))
+            TensorSlot::after(slot_ids.end(), shape, kind_of(came_as))
         };
         Layout { last: self.distribution_layer.map(last), features, slot_ids }
     }
@@ -118,27 +118,31 @@ impl Assembler {
     pub(crate) fn write(
         &self,
         loaded: &LoadedRow,
-        (blocks, layout): (&Blocks, &Layout),
+        blocks: &Blocks,
+        layout: &Layout,
         out: &mut [u8],
     ) {
         let LoadedRow { row, states, .. } = loaded;
-        self.write_features(&layout.features, (row, states, blocks), out);
+        self.write_features(&layout.features, row, states, blocks, out);
         let ids = slot_ids(&self.draft, row, blocks.plan.anchors());
         let places = out[layout.slot_ids.start..layout.slot_ids.end()].chunks_exact_mut(8);
         places.zip(ids).for_each(|(place, id)| place.copy_from_slice(&id.to_le_bytes()));
         if let (Some(last), Some(layer)) = (&layout.last, self.distribution_layer) {
             for (document, states) in row.documents().zip(states) {
                 let place = last.start + document.start * last.stride();
-                let out = (&mut out[place..], last.stride());
-                assert!(states.write_rows(layer, 0..document.len(), last.dtype(), out), "{ASKED}");
+                let (out, rows) = (&mut out[place..], 0..document.len());
+                let written = states.write_rows(layer, rows, last.dtype(), out, last.stride());
+                assert!(written, "{ASKED}");
             }
         }
     }
 
     fn write_features(
         &self,
-        features: &Part,
-        (row, states, blocks): (&PackedRow, &[HiddenStates], &Blocks),
+        features: &TensorSlot,
+        row: &PackedRow,
+        states: &[HiddenStates],
+        blocks: &Blocks,
         out: &mut [u8],
     ) {
         let (stride, dtype) = (features.stride(), features.dtype());
@@ -150,8 +154,8 @@ impl Assembler {
             let document = starts.partition_point(|&start| start <= span.row_start) - 1;
             let first = features.start + span.context_row * stride;
             for (aux_layer, &layer) in self.draft.target_layer_ids.iter().enumerate() {
-                let out = (&mut out[first + aux_layer * width..], stride);
-                let written = states[document].write_rows(layer, span.context.clone(), dtype, out);
+                let (out, rows) = (&mut out[first + aux_layer * width..], span.context.clone());
+                let written = states[document].write_rows(layer, rows, dtype, out, stride);
                 assert!(written, "{ASKED}");
             }
         }
@@ -167,7 +171,7 @@ impl Layout {
     }
 }
 
-impl Part {
+impl TensorSlot {
     fn after(end: usize, shape: [usize; 2], kind: Kind) -> Self {
         Self { start: end.next_multiple_of(ALIGNMENT), shape, kind }
     }
@@ -277,7 +281,7 @@ pub(crate) mod tests {
         let (assembler, loaded) = (assembler(dtype, Some(4)), loaded(0, dtypes));
         let (blocks, layout) = assembler.plan(&loaded).unwrap();
         let mut out = vec![0xee; layout.bytes()];
-        assembler.write(&loaded, (&blocks, &layout), &mut out);
+        assembler.write(&loaded, &blocks, &layout, &mut out);
         let bytes_t = Tensor::from_slice(&out);
         let features_ck = layout.features.of(&bytes_t);
         let last_th = layout.last.as_ref().unwrap().of(&bytes_t);
@@ -329,7 +333,7 @@ pub(crate) mod tests {
         let (blocks, layout) = assembler.plan(&loaded).unwrap();
         assert_eq!((blocks.plan.anchors(), blocks.plan.context_rows()), (&[13][..], 0));
         let mut out = vec![0; layout.bytes()];
-        assembler.write(&loaded, (&blocks, &layout), &mut out);
+        assembler.write(&loaded, &blocks, &layout, &mut out);
         let ids = Vec::<i64>::try_from(layout.slot_ids.of(&Tensor::from_slice(&out)).flatten(0, 1));
         assert_eq!(ids.unwrap(), [13, 95]);
     }

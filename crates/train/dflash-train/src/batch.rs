@@ -137,7 +137,7 @@ impl BatchMaker {
             }
         };
         let features_ck = features_ck.to_kind(draft.flat().kind());
-        let mut batch = self.batch(draft, blocks, (features_ck, &slot_ids_n));
+        let mut batch = self.batch(draft, blocks, features_ck, &slot_ids_n);
         batch.target_distribution =
             last_th.map(|last_th| self.target_distribution(draft, &batch.labels, &last_th));
         batch.lease = lease;
@@ -150,7 +150,8 @@ impl BatchMaker {
         &self,
         draft: &Draft,
         blocks: Blocks,
-        (features_ck, slot_ids_n): (Tensor, &Tensor),
+        features_ck: Tensor,
+        slot_ids_n: &Tensor,
     ) -> Batch {
         let Blocks { plan, labels, work } = blocks;
         let slots_nh = self.head.rows(slot_ids_n).to_kind(draft.flat().kind());

@@ -15,7 +15,7 @@ use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, 
 use dflash_draft::{DraftConfig, DraftLayout, HeadFields};
 use dflash_settings::{Dtype, Invalid, TrainStepSettings};
 use dflash_target::{TargetFacts, TargetIo, default_layer_ids};
-use dflash_tensor::{Kernels, device_name, place, upload};
+use dflash_tensor::{DeviceKind, Kernels, device_name, place, upload};
 use dflash_torch_sys::trace;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -77,7 +77,8 @@ const GAMMA: f64 = 7.0;
 /// An unreadable target, or a shape that does not fit.
 pub fn train_step(
     settings: &TrainStepSettings,
-    (target_dir, target): (&Path, &TargetFacts),
+    target_dir: &Path,
+    target: &TargetFacts,
 ) -> Result<StepReport, Error> {
     let TrainStepSettings { tokens, docs, anchors, .. } = *settings;
     let room = tokens.saturating_sub(docs);
@@ -85,17 +86,18 @@ pub fn train_step(
         let expected = format!("{tokens} tokens in {docs} documents have room for {room}");
         return Err(Invalid::new("anchors", anchors, expected).into());
     }
-    let (device, kind) = place(settings.device, Dtype::Auto, 0)?;
+    let place = place(settings.device, Dtype::Auto, 0)?;
+    let device = place.device;
     tch::no_grad(|| {
         let config = draft(settings, target)?;
         if device == Device::Cpu {
             check_memory(settings, &config)?;
         }
         let row = RandomRow::new(settings);
-        let mut trainer = trainer(settings, config, (target_dir, target), (device, kind))?;
+        let mut trainer = trainer(settings, config, target_dir, target, place)?;
         let config = trainer.draft.config();
         let shape = [tokens as i64, config.aux_layers() * config.hidden_size];
-        let features_tk = Tensor::randn(shape, (kind, device));
+        let features_tk = Tensor::randn(shape, place.options());
         let mut times = Vec::with_capacity(settings.steps);
         let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
         let mut step = || -> Result<Finished, Error> {
@@ -103,7 +105,7 @@ pub fn train_step(
             (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
             let mut open = trainer.begin(&Single);
             open.add(Some(batch), true)?.map_err(|reason| no_memory(settings, reason))?;
-            open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))
+            open.finish(StepSums::default(), Vote::Continue, RATE, 1.0)
         };
         for number in 0..settings.warmup + settings.steps {
             synchronize(device);
@@ -124,9 +126,9 @@ pub fn train_step(
             }
             _ => None,
         };
-        let report = report(&trainer, (loss, slots, flops), median(times));
+        let report = report(&trainer, loss, slots, flops, median(times));
         let measured = match settings.products {
-            true => Some(measured(&trainer, (&row, slots), (kind, device))?),
+            true => Some(measured(&trainer, &row, slots, place)?),
             false => None,
         };
         // After the steps, because the probe's memory would be counted as theirs.
@@ -141,14 +143,15 @@ pub fn train_step(
 /// Measures the rates of the matmuls in a step of this row.
 fn measured(
     trainer: &Trainer,
-    (row, supervised): (&RandomRow, u64),
-    place: (Kind, Device),
+    row: &RandomRow,
+    supervised: u64,
+    place: DeviceKind,
 ) -> Result<Measured, Error> {
     let config = trainer.draft.config();
     let work = trainer.batches.blocks.at(config, &row.row, &row.anchors).work;
     // Logits have the computation's type on a GPU and are float32 on a CPU.
-    let width = place.0.elt_size_in_bytes() as i64;
-    let rows = products::Rows {
+    let width = place.kind.elt_size_in_bytes() as i64;
+    let rows = products::ProductRows {
         slots: work.slots as i64,
         context: work.context_rows as i64,
         supervised: supervised as i64,
@@ -174,10 +177,10 @@ fn layer_ids(aux_layers: usize, layers: usize) -> Result<Vec<u32>, Error> {
 fn check_memory(settings: &TrainStepSettings, config: &DraftConfig) -> Result<(), Error> {
     let width = (config.aux_layers() * config.hidden_size) as f64;
     let features = settings.tokens as f64 * width * 4.0;
-    machine::check_memory(features, ("tokens", settings.tokens))?;
+    machine::check_memory(features, "tokens", settings.tokens)?;
     // weights, gradients and two moments
     let state = DraftLayout::new(config).elements() as f64 * 16.0;
-    Ok(machine::check_memory(state, ("layers", settings.layers))?)
+    Ok(machine::check_memory(state, "layers", settings.layers)?)
 }
 
 fn no_memory(settings: &TrainStepSettings, reason: String) -> Error {
@@ -205,16 +208,19 @@ fn draft(settings: &TrainStepSettings, target: &TargetFacts) -> Result<DraftConf
 fn trainer(
     settings: &TrainStepSettings,
     config: DraftConfig,
-    (target_dir, target): (&Path, &TargetFacts),
-    (device, kind): (Device, Kind),
+    target_dir: &Path,
+    target: &TargetFacts,
+    place: DeviceKind,
 ) -> Result<Trainer, Error> {
-    let head = TargetIo::of(target_dir, target, (device, kind))?;
+    let DeviceKind { device, kind } = place;
+    let head = TargetIo::of(target_dir, target, place)?;
     let (anchors, seed) = (settings.anchors, settings.seed);
     let anchors = AnchorOptions { per_document: anchors, per_row: anchors, seed, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
     let fresh = setup::fresh(config, seed, device);
     let shards = Shards::whole(fresh.layout().elements());
-    let parameters = MasterWeights::new(fresh, kind, &OptimizerConfig::default(), shards);
+    let (draft, master_weights) =
+        MasterWeights::new(fresh, kind, &OptimizerConfig::default(), shards);
     let objective = Objective {
         terms: vec![(ElementLoss::CrossEntropy, 1.0)],
         weighting: Weighting::Decay { gamma: GAMMA },
@@ -223,7 +229,7 @@ fn trainer(
         chunk_bytes: setup::chunk_bytes(settings.loss_chunk_mib, device)?,
         kernels: Kernels::Fast,
     };
-    Ok(Trainer::new(parameters, (objective, batches)))
+    Ok(Trainer::new(draft, master_weights, objective, batches))
 }
 
 /// The timed step, described for the fake CUDA device.
@@ -252,7 +258,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     }
 }
 
-fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64) -> StepReport {
+fn report(trainer: &Trainer, loss: f64, slots: u64, flops: f64, median: f64) -> StepReport {
     let draft = &trainer.draft;
     StepReport {
         step_ms: median * 1e3,
@@ -314,6 +320,6 @@ impl RandomRow {
         let rows = upload(&rows, draft.device());
         let ids = slot_ids(draft.config(), &self.row, blocks.plan.anchors());
         let ids = upload(&ids, draft.device());
-        batches.batch(draft, blocks, (features_tk.index_select(0, &rows), &ids))
+        batches.batch(draft, blocks, features_tk.index_select(0, &rows), &ids)
     }
 }

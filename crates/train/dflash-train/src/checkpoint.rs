@@ -98,6 +98,15 @@ pub(crate) fn save(
     Ok(checkpoint.dir)
 }
 
+/// What a run that resumes a checkpoint brings itself.
+#[derive(Clone, Copy)]
+pub(crate) struct Resuming<'a> {
+    /// Where it would begin afresh, with its own settings.
+    pub(crate) current: &'a Position,
+    /// The settings that may differ from the checkpoint's.
+    pub(crate) allowed: &'a [String],
+}
+
 /// A checkpoint being written; it appears only when finished.
 struct PendingCheckpoint {
     state: TensorWriter,
@@ -122,7 +131,8 @@ impl PendingCheckpoint {
         let stored = TensorFile::open(&dir.join(Checkpoint::TENSORS))?;
         Draft::save_stored(
             trainer.draft.config(),
-            (&stored, trainer.master_weights.served_name()),
+            &stored,
+            trainer.master_weights.served_name(),
             dir,
         )?;
         if let Some(vocabulary) = &trainer.batches.blocks.vocabulary {
@@ -137,14 +147,13 @@ impl PendingCheckpoint {
 }
 
 /// Loads a checkpoint into `trainer`, regardless of the ranks that wrote it. Returns its position
-/// and the settings that this run changes; `current` is this run's own start position, and
-/// `allowed` lists the settings that may differ.
+/// and the settings that this run changes.
 pub(crate) fn resume(
     trainer: &mut Trainer,
     checkpoint: &Checkpoint,
-    (current, allowed): (&Position, &[String]),
+    resuming: Resuming<'_>,
 ) -> Result<(Position, Vec<Change>), Error> {
-    restore(trainer, checkpoint, (current, allowed)).map_err(|error| judged(checkpoint, error))
+    restore(trainer, checkpoint, resuming).map_err(|error| judged(checkpoint, error))
 }
 
 /// An error when resuming from `checkpoint`: refused settings, otherwise a damaged checkpoint.
@@ -158,20 +167,20 @@ fn judged(checkpoint: &Checkpoint, error: Error) -> Error {
 }
 
 /// Refuses to resume from `checkpoint` with settings other than those it was trained with, except
-/// the ones in `allowed`. Runs before any server is contacted. The vocabulary's size is compared
+/// those that may differ. Runs before any server is contacted. The vocabulary's size is compared
 /// with `asked`, if given.
 pub(crate) fn check(
     checkpoint: &Checkpoint,
-    (current, allowed): (&Position, &[String]),
-    (draft, asked): (&DraftConfig, Option<usize>),
+    resuming: Resuming<'_>,
+    draft: &DraftConfig,
+    asked: Option<usize>,
 ) -> Result<(), Error> {
     let compared = || {
         let state = State::load(&checkpoint.dir)?;
         let vocabulary = DraftVocabulary::load(&checkpoint.dir)?;
         let size = vocabulary.map(|vocabulary| vocabulary.selected().len());
-        let sizes = (size, asked.or(size));
-        compare(&checkpoint.dir, &state.position, (current, allowed), (draft, sizes))?;
-        check_origin(&state.position, current)
+        compare(&checkpoint.dir, &state.position, size, resuming, draft, asked.or(size))?;
+        check_origin(&state.position, resuming.current)
     };
     compared().map_err(|error| judged(checkpoint, error))
 }
@@ -207,11 +216,14 @@ fn is_same_path(a: &str, b: &str) -> bool {
 const WHOLE_DRAFT: &str = "a target whose draft is";
 
 /// The settings recorded in `stored` that this run changes; an error if one may not change.
+/// The sizes are those of the stored vocabulary and of this run's.
 fn compare(
     dir: &Path,
     stored: &Position,
-    (current, allowed): (&Position, &[String]),
-    (draft, (stored_size, size)): (&DraftConfig, (Option<usize>, Option<usize>)),
+    stored_size: Option<usize>,
+    Resuming { current, allowed }: Resuming<'_>,
+    draft: &DraftConfig,
+    size: Option<usize>,
 ) -> Result<Vec<Change>, Error> {
     let found =
         lasting(stored, &DraftConfig::load(dir).map_err(dflash_tensor::Error::from)?, stored_size);
@@ -234,7 +246,7 @@ fn compare(
         mismatches.retain(|mismatch| mismatch.key != WHOLE_DRAFT);
     }
     let changes = changes(&stored.settings, &current.settings);
-    let refusal = check_allowed(dir, (&changes, allowed), &current);
+    let refusal = check_allowed(dir, &changes, allowed, &current);
     if mismatches.is_empty() {
         return refusal.map(|()| changes);
     }
@@ -250,16 +262,15 @@ fn compare(
 fn restore(
     trainer: &mut Trainer,
     Checkpoint { step, dir }: &Checkpoint,
-    (current, allowed): (&Position, &[String]),
+    resuming: Resuming<'_>,
 ) -> Result<(Position, Vec<Change>), Error> {
     let state = State::load(dir)?;
     let stored = &state.position;
     let size = |vocabulary: Option<&DraftVocabulary>| vocabulary.map(|it| it.selected().len());
-    let sizes = (
-        size(DraftVocabulary::load(dir)?.as_ref()),
-        size(trainer.batches.blocks.vocabulary.as_ref()),
-    );
-    let changes = compare(dir, stored, (current, allowed), (trainer.draft.config(), sizes))?;
+    let stored_size = size(DraftVocabulary::load(dir)?.as_ref());
+    let own_size = size(trainer.batches.blocks.vocabulary.as_ref());
+    let draft = trainer.draft.config();
+    let changes = compare(dir, stored, stored_size, resuming, draft, own_size)?;
     let path = dir.join(Checkpoint::TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);
@@ -268,14 +279,15 @@ fn restore(
     }
     trainer.master_weights.restore(&trainer.draft, &file, stored.optimizer_steps())?;
     // Runs of earlier releases do not record their target.
-    let Position { target, dataset_content, .. } = current.clone();
+    let Position { target, dataset_content, .. } = resuming.current.clone();
     Ok((Position { target, dataset_content, ..state.position }, changes))
 }
 
 /// Refuses changes that `allowed` does not name, and names in it that are not settings.
 fn check_allowed(
     dir: &Path,
-    (changes, allowed): (&[Change], &[String]),
+    changes: &[Change],
+    allowed: &[String],
     current: &Position,
 ) -> Result<(), Error> {
     let same = |name: &str, other: &str| {

@@ -17,7 +17,7 @@ use dflash_data::PackedRow;
 use dflash_hidden_states::{Counters, HiddenStates, Probe, RetryPolicy};
 use dflash_settings::{HiddenStatesSettings, WireDtype};
 use dflash_target::{PackedPrompts, Prefill, PrefillOptions, TargetIo, TokenBudget};
-use dflash_tensor::{catch_oom, place};
+use dflash_tensor::{DeviceKind, catch_oom, place};
 use dflash_torch_sys::Begun;
 use tch::{Device, Kind, Tensor};
 
@@ -94,8 +94,9 @@ impl ColocatedRows {
     /// Loads the target for a draft that computes at `run`; `local` numbers processes per machine.
     pub(crate) fn load(
         prepared: &Prepared<'_>,
-        run: (Device, Kind),
-        (asking, local): (Asking<'_>, usize),
+        run: DeviceKind,
+        asking: Asking<'_>,
+        local: usize,
     ) -> Result<Self, Error> {
         let config = prepared.config;
         let settings = &config.settings;

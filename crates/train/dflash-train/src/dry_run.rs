@@ -22,10 +22,10 @@ pub fn dry_run(config: &TrainConfig) -> Result<PathBuf, Error> {
     let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
     let shape = setup::draft_config(&target, &config.draft)?;
     let bytes = 4.0 * DraftLayout::new(&shape).elements() as f64;
-    machine::check_memory(bytes, ("num_layers", config.draft.num_layers))?;
+    machine::check_memory(bytes, "num_layers", config.draft.num_layers)?;
     let identity = TargetIdentity::read(&config.target_dir, &config.settings.target)?;
     let rows = target.vocab_size as usize;
-    let vocabulary = setup::vocabulary(config, None, (None, rows))?;
+    let vocabulary = setup::vocabulary(config, None, None, rows)?;
     tch::no_grad(|| {
         let draft = setup::fresh(shape.clone(), config.settings.rows.seed, Device::Cpu);
         if let Some(dir) = &config.pretrained_dir {

@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 use crate::config::TrainConfig;
 use crate::order::PlannedRow;
 use crate::readback::Control;
-use crate::rows::{LoadedRow, Loading, RowSource, Rows, Samples, TargetSamples, pack};
+use crate::rows::{LoadedRow, Loading, RowSource, RowStream, Samples, TargetSamples, pack};
 use crate::world::{World, bytes_of};
 use crate::{Error, Outcome, Prepared};
 
@@ -160,7 +160,7 @@ impl RowSource for MemoryRows {
     }
 }
 
-impl Rows for MemoryStream {
+impl RowStream for MemoryStream {
     fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
         if self.source.interrupted_after == Some(self.done as usize) {
             return Err(dflash_hidden_states::Error::Interrupted.into());
@@ -224,18 +224,19 @@ impl World {
         source: &dyn RowSource,
         communicator: &dyn Communicator,
     ) -> Result<Outcome, Error> {
-        self.train_with(config, source, (communicator, Control::Host))
+        self.train_with(config, source, communicator, Control::Host)
     }
 
     pub(crate) fn train_with(
         &self,
         config: &TrainConfig,
         source: &dyn RowSource,
-        (communicator, control): (&dyn Communicator, Control),
+        communicator: &dyn Communicator,
+        control: Control,
     ) -> Result<Outcome, Error> {
         let _alone = alone();
         let prepared = Prepared::open(config)?;
-        let kind = place(config.settings.device, config.settings.compute.compute_dtype, 0)?;
-        prepared.train((communicator, kind, control), source, None)
+        let place = place(config.settings.device, config.settings.compute.compute_dtype, 0)?;
+        prepared.train(communicator, place, control, source, None)
     }
 }

@@ -30,40 +30,36 @@ pub(crate) enum Family {
 
 use Family::{Ada, Ampere, Blackwell, Hopper};
 
-const fn gpu(
-    name: &'static str,
-    (tflops, bandwidth, memory): (f64, f64, f64),
-    family: Family,
-) -> Gpu {
+const fn gpu(name: &'static str, tflops: f64, bandwidth: f64, memory: f64, family: Family) -> Gpu {
     Gpu { name, tflops, bandwidth, memory, family }
 }
 
 /// From NVIDIA's data sheets and architecture white papers, which usually print the doubled peak
 /// "with sparsity". The first entry whose name occurs in the GPU's counts.
 const GPUS: [Gpu; 23] = [
-    gpu("GB200", (2500.0, 8000.0, 186.0), Blackwell),
-    gpu("B200", (2250.0, 8000.0, 180.0), Blackwell),
-    gpu("H200 NVL", (835.0, 4800.0, 141.0), Hopper),
-    gpu("H200", (989.0, 4800.0, 141.0), Hopper),
-    gpu("H100 NVL", (835.0, 3900.0, 94.0), Hopper),
-    gpu("H100 PCIe", (756.0, 2000.0, 80.0), Hopper),
-    gpu("H100", (989.0, 3350.0, 80.0), Hopper),
-    gpu("H800", (989.0, 3350.0, 80.0), Hopper),
-    gpu("H20", (148.0, 4000.0, 96.0), Hopper),
-    gpu("A100-SXM4-40GB", (312.0, 1555.0, 40.0), Ampere),
-    gpu("A100-PCIE-40GB", (312.0, 1555.0, 40.0), Ampere),
-    gpu("A100", (312.0, 2039.0, 80.0), Ampere),
-    gpu("A800", (312.0, 2039.0, 80.0), Ampere),
-    gpu("A30", (165.0, 933.0, 24.0), Ampere),
-    gpu("A40", (149.7, 696.0, 48.0), Ampere),
-    gpu("A10", (125.0, 600.0, 24.0), Ampere),
-    gpu("L40S", (362.0, 864.0, 48.0), Ada),
-    gpu("L40", (181.0, 864.0, 48.0), Ada),
-    gpu("L4", (121.0, 300.0, 24.0), Ada),
-    gpu("RTX 6000 Ada", (364.2, 960.0, 48.0), Ada),
-    gpu("RTX 5090", (209.5, 1792.0, 32.0), Blackwell),
-    gpu("RTX 4090", (165.2, 1008.0, 24.0), Ada),
-    gpu("RTX 3090", (71.0, 936.0, 24.0), Ampere),
+    gpu("GB200", 2500.0, 8000.0, 186.0, Blackwell),
+    gpu("B200", 2250.0, 8000.0, 180.0, Blackwell),
+    gpu("H200 NVL", 835.0, 4800.0, 141.0, Hopper),
+    gpu("H200", 989.0, 4800.0, 141.0, Hopper),
+    gpu("H100 NVL", 835.0, 3900.0, 94.0, Hopper),
+    gpu("H100 PCIe", 756.0, 2000.0, 80.0, Hopper),
+    gpu("H100", 989.0, 3350.0, 80.0, Hopper),
+    gpu("H800", 989.0, 3350.0, 80.0, Hopper),
+    gpu("H20", 148.0, 4000.0, 96.0, Hopper),
+    gpu("A100-SXM4-40GB", 312.0, 1555.0, 40.0, Ampere),
+    gpu("A100-PCIE-40GB", 312.0, 1555.0, 40.0, Ampere),
+    gpu("A100", 312.0, 2039.0, 80.0, Ampere),
+    gpu("A800", 312.0, 2039.0, 80.0, Ampere),
+    gpu("A30", 165.0, 933.0, 24.0, Ampere),
+    gpu("A40", 149.7, 696.0, 48.0, Ampere),
+    gpu("A10", 125.0, 600.0, 24.0, Ampere),
+    gpu("L40S", 362.0, 864.0, 48.0, Ada),
+    gpu("L40", 181.0, 864.0, 48.0, Ada),
+    gpu("L4", 121.0, 300.0, 24.0, Ada),
+    gpu("RTX 6000 Ada", 364.2, 960.0, 48.0, Ada),
+    gpu("RTX 5090", 209.5, 1792.0, 32.0, Blackwell),
+    gpu("RTX 4090", 165.2, 1008.0, 24.0, Ada),
+    gpu("RTX 3090", 71.0, 936.0, 24.0, Ampere),
 ];
 
 impl Gpu {

@@ -52,7 +52,7 @@ pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
 
 /// Refuses a setting (`key` with `value`) that needs more memory than the machine has, since a
 /// failed allocation would end the process.
-pub(crate) fn check_memory(bytes: f64, (key, value): (&'static str, usize)) -> Result<(), Invalid> {
+pub(crate) fn check_memory(bytes: f64, key: &'static str, value: usize) -> Result<(), Invalid> {
     let Some(all) = memory_bytes().filter(|&all| bytes > all) else { return Ok(()) };
     let expected = format!(
         "this takes at least {:.0} GB of memory, and the machine has {:.0} GB",
@@ -108,8 +108,8 @@ mod tests {
 
     #[test]
     fn what_no_machine_holds_is_refused() {
-        assert_eq!(check_memory(1e6, ("num_layers", 5)), Ok(()));
-        let refused = check_memory(1e18, ("num_layers", 5)).unwrap_err().to_string();
+        assert_eq!(check_memory(1e6, "num_layers", 5), Ok(()));
+        let refused = check_memory(1e18, "num_layers", 5).unwrap_err().to_string();
         let expected = "--num-layers is 5, but this takes at least 1000000000 GB of memory";
         assert!(refused.starts_with(expected), "{refused}");
     }

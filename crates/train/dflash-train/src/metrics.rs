@@ -157,11 +157,12 @@ impl Meter {
         &mut self,
         run: RunDir,
         trackers: Trackers,
-        (step, total): (u64, u64),
+        step: u64,
+        total: u64,
         progress: bool,
     ) -> Result<(), Error> {
         run.keep_until::<MetricLine>(step)?;
-        let bar = StepBar::new((step, total), progress);
+        let bar = StepBar::new(step, total, progress);
         let pulse = Some(Pulse::start(bar.clone()));
         self.outputs = Some(Outputs { run, trackers, bar, pulse });
         Ok(())

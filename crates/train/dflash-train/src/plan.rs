@@ -32,7 +32,7 @@ use crate::config::DraftShape;
 use crate::gpus::Gpu;
 use crate::optimizer::OptimizerConfig;
 use crate::{Error, checkpoint, machine, setup};
-use efficiency::Efficiency;
+use efficiency::{Efficiency, RatedGpu};
 use step::StepShape;
 
 /// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` with docs/plan.md's first
@@ -45,7 +45,7 @@ struct Planned<'a> {
     settings: &'a PlanSettings,
     /// Size of a reduced vocabulary.
     vocab_size: Option<usize>,
-    place: Place,
+    place: PlannedDevice,
     /// CPU cores per rank.
     cores: usize,
     /// The target's configuration, if this program runs it.
@@ -56,7 +56,7 @@ struct Planned<'a> {
 
 /// The device.
 #[derive(Clone, Debug)]
-enum Place {
+enum PlannedDevice {
     Cpu,
     /// A GPU with known figures, by the name that the driver or the user gives it.
     Gpu(String, Gpu),
@@ -64,7 +64,7 @@ enum Place {
     UnknownGpu(Option<String>),
 }
 
-impl Place {
+impl PlannedDevice {
     fn new(device: &PlanDevice) -> Result<Self, Invalid> {
         let here = || machine::gpu_name();
         let of = |name: String| match Gpu::named(&name) {
@@ -180,7 +180,8 @@ pub fn draft_notes(target: &TargetFacts, shape: &DraftShape) -> Vec<String> {
 /// An unreadable target or dataset, or a shape that does not fit.
 pub fn plan(
     settings: &PlanSettings,
-    (target_dir, target): (&Path, &TargetFacts),
+    target_dir: &Path,
+    target: &TargetFacts,
     shape: &DraftShape,
 ) -> Result<Plan, Error> {
     let draft = setup::draft_config(target, shape)?;
@@ -190,20 +191,23 @@ pub fn plan(
         Err(_) if !colocate && settings.parallel.ranks() == 1 => None,
         native => Some(native?),
     };
-    let place = Place::new(&settings.device)?;
+    let place = PlannedDevice::new(&settings.device)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = (cores / settings.nproc).max(1);
     let vocab_size = shape.vocab_size;
     let notes = draft_notes(target, shape);
     let efficiency = efficiency(settings, &place)?;
-    Planned { settings, vocab_size, place, cores, native, efficiency }.plan((target, &draft), notes)
+    Planned { settings, vocab_size, place, cores, native, efficiency }.plan(target, &draft, notes)
 }
 
 /// Efficiency of the GPU's kernels: from a file of measurements if given, otherwise assumed.
-fn efficiency(settings: &PlanSettings, place: &Place) -> Result<Option<Efficiency>, Invalid> {
+fn efficiency(
+    settings: &PlanSettings,
+    place: &PlannedDevice,
+) -> Result<Option<Efficiency>, Invalid> {
     match (place, &settings.measured) {
-        (Place::Gpu(_, gpu), Some(file)) => Efficiency::of_file(file, gpu).map(Some),
-        (Place::Gpu(_, gpu), None) => Ok(Some(Efficiency::assumed(gpu))),
+        (PlannedDevice::Gpu(_, gpu), Some(file)) => Efficiency::of_file(file, gpu).map(Some),
+        (PlannedDevice::Gpu(_, gpu), None) => Ok(Some(Efficiency::assumed(gpu))),
         (_, None) => Ok(None),
         (_, Some(file)) => {
             let expected = "the plan is for no GPU that is known; name it with --device";
@@ -218,25 +222,26 @@ type Range = (f64, Option<f64>);
 impl Planned<'_> {
     fn plan(
         &self,
-        (target, draft): (&TargetFacts, &DraftConfig),
+        target: &TargetFacts,
+        draft: &DraftConfig,
         notes: Vec<String>,
     ) -> Result<Plan, Error> {
         let (ranks, rows) = (self.settings.ranks(), &self.settings.rows);
-        let epoch = rows::Epoch::of(self, (target, draft))?;
-        let mut memory = memory::memory(self, (target, draft), &epoch.largest);
+        let epoch = rows::Epoch::of(self, target, draft)?;
+        let mut memory = memory::memory(self, target, draft, &epoch.largest);
         let per_step = (ranks * rows.gradient_accumulation_steps) as f64;
         let steps_per_epoch = epoch.rows.div_ceil(per_step as u64);
         let whole = rows.whole_epochs().map_or(u64::MAX, |epochs| steps_per_epoch * epochs);
         let steps = rows.max_steps.map_or(whole, |bound| bound.min(whole));
         let flops_per_step = epoch.mean.flops * per_step;
-        let budget = self.budget((target, draft), &epoch, &memory)?;
+        let budget = self.budget(target, draft, &epoch, &memory)?;
         if let Some(budget) = &budget {
             memory.count_widest(budget.peak_bytes as f64);
         }
         let (tflops, tflops_source) = self.speed(budget.as_ref());
         let target_flops_per_step = epoch.mean.target_flops * per_step;
         let pass_seconds = self.pass_seconds(&epoch.mean);
-        let step = self.step_seconds(&epoch.mean, (tflops, budget.as_ref()), pass_seconds);
+        let step = self.step_seconds(&epoch.mean, tflops, budget.as_ref(), pass_seconds);
         let step_seconds = step.map(|(best, _)| best);
         let slow_step_seconds = step.and_then(|(_, slow)| slow);
         let of_steps = |seconds: Option<f64>| seconds.map(|seconds| seconds * steps as f64);
@@ -278,7 +283,7 @@ impl Planned<'_> {
             stream: hidden_bytes_per_second.map(|bytes| Stream::new(bytes / ranks as f64)),
             all_reduce: self
                 .gpu()
-                .and_then(|gpu| AllReduce::new(parameters, (ranks, self.settings.nnodes), gpu)),
+                .and_then(|gpu| AllReduce::new(parameters, ranks, self.settings.nnodes, gpu)),
             budget,
             server_bytes: self.server_bytes()?,
             server_parts: self.settings.parallel.tensor_parallel_size,
@@ -288,7 +293,7 @@ impl Planned<'_> {
 
     /// The GPU, if its figures are known.
     fn gpu(&self) -> Option<&Gpu> {
-        if let Place::Gpu(_, gpu) = &self.place { Some(gpu) } else { None }
+        if let PlannedDevice::Gpu(_, gpu) = &self.place { Some(gpu) } else { None }
     }
 
     /// Seconds of one GPU for the target's pass over a row: optimistic and pessimistic.
@@ -297,10 +302,10 @@ impl Planned<'_> {
         // The tensor cores' peak applies to bfloat16.
         let dtype = self.settings.hidden_states.target_dtype;
         let is_bf16 = target::width(dtype, self.place.is_gpu()) < 4.0;
-        let work = (row.target_products, row.target_attention);
+        let (products, attention) = (row.target_products, row.target_attention);
         let worst = best.slow().unwrap_or_else(|| best.clone());
         (is_bf16 && row.target_products > 0.0)
-            .then(|| [best, &worst].map(|it| it.forward_seconds(work, gpu)))
+            .then(|| [best, &worst].map(|it| it.forward_seconds(products, attention, gpu)))
     }
 
     /// Seconds of a step: the rank's rows at its speed, plus with --colocate the target's passes
@@ -308,7 +313,8 @@ impl Planned<'_> {
     fn step_seconds(
         &self,
         row: &RowShape,
-        (tflops, budget): (Option<f64>, Option<&Budget>),
+        tflops: Option<f64>,
+        budget: Option<&Budget>,
         pass_seconds: Option<[f64; 2]>,
     ) -> Option<Range> {
         let rows = self.settings.rows.gradient_accumulation_steps as f64;
@@ -336,7 +342,7 @@ impl Planned<'_> {
         let rows = self.settings.rows.gradient_accumulation_steps as f64;
         let steps = [best, slow.unwrap_or(best)].map(|seconds| seconds / rows);
         let tflop = (row.target_products + row.target_attention) / 1e12;
-        Some(Servers::new(tflop, pass_seconds, (steps, self.settings.ranks())))
+        Some(Servers::new(tflop, pass_seconds, steps, self.settings.ranks()))
     }
 
     /// Weight bytes per process for each stage of the target's server.
@@ -368,9 +374,9 @@ impl Planned<'_> {
 
     fn device(&self) -> String {
         match &self.place {
-            Place::Gpu(name, _) | Place::UnknownGpu(Some(name)) => name.clone(),
-            Place::UnknownGpu(None) => "GPU of unknown name".into(),
-            Place::Cpu => format!("CPU, {} cores a rank", self.cores),
+            PlannedDevice::Gpu(name, _) | PlannedDevice::UnknownGpu(Some(name)) => name.clone(),
+            PlannedDevice::UnknownGpu(None) => "GPU of unknown name".into(),
+            PlannedDevice::Cpu => format!("CPU, {} cores a rank", self.cores),
         }
     }
 
@@ -381,11 +387,12 @@ impl Planned<'_> {
     /// The time budget of a rank's step on the largest sampled row.
     fn budget(
         &self,
-        (target, draft): (&TargetFacts, &DraftConfig),
+        target: &TargetFacts,
+        draft: &DraftConfig,
         epoch: &rows::Epoch,
         memory: &Memory,
     ) -> Result<Option<Budget>, Error> {
-        let (Place::Gpu(_, gpu), Some(efficiency)) = (&self.place, &self.efficiency) else {
+        let (PlannedDevice::Gpu(_, gpu), Some(efficiency)) = (&self.place, &self.efficiency) else {
             return Ok(None);
         };
         if !self.computes_in_bf16() {
@@ -407,7 +414,7 @@ impl Planned<'_> {
             micro_batches,
         };
         let useful = epoch.largest.flops * micro_batches as f64;
-        Ok(Some(Budget::new(&shape.record()?, useful, (gpu, efficiency))))
+        Ok(Some(Budget::new(&shape.record()?, useful, RatedGpu { gpu, efficiency })))
     }
 
     /// Useful TFLOP/s of a rank, and the source of the figure.

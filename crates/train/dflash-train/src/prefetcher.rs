@@ -26,7 +26,7 @@ use tch::Tensor;
 use crate::Error;
 use crate::assembly::{AssembledRow, Assembler, Layout, RowTensors, TrainedRow};
 use crate::batch::Blocks;
-use crate::rows::{LoadedRow, Rows};
+use crate::rows::{LoadedRow, RowStream};
 
 /// Number of buffers, used in turn.
 pub(crate) const BUFFERS: usize = 3;
@@ -67,7 +67,7 @@ pub(crate) struct Lease {
 
 /// The thread's state.
 struct Work {
-    rows: Box<dyn Rows>,
+    rows: Box<dyn RowStream>,
     assembler: Assembler,
     upload: Box<dyn Upload>,
     /// Unused buffers.
@@ -88,7 +88,7 @@ struct Written {
 impl Prefetcher {
     /// Starts assembling `rows` ahead, copying them with `upload`.
     pub(crate) fn start(
-        rows: Box<dyn Rows>,
+        rows: Box<dyn RowStream>,
         assembler: Assembler,
         upload: Box<dyn Upload>,
     ) -> Result<Self, Error> {
@@ -195,7 +195,7 @@ impl Work {
             drop(buffer);
             buffer = self.upload.buffer(layout.bytes())?;
         }
-        self.assembler.write(&loaded, (&blocks, &layout), buffer.bytes_mut());
+        self.assembler.write(&loaded, &blocks, &layout, buffer.bytes_mut());
         Ok(Some(Written { row, trained: Some((buffer, blocks, layout)) }))
     }
 

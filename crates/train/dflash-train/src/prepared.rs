@@ -11,8 +11,8 @@ use dflash_identity::TargetIdentity;
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::Invalid;
 use dflash_target::{TargetFacts, TargetIo};
-use dflash_tensor::place;
-use tch::{Device, Kind};
+use dflash_tensor::{DeviceKind, place};
+use tch::Device;
 
 use crate::config::TrainConfig;
 use crate::order::Packing;
@@ -57,10 +57,10 @@ impl<'a> Prepared<'a> {
         let pretrained = config.pretrained_dir.as_deref();
         let warm_start = pretrained.map(|dir| WarmStart::open(dir, &draft)).transpose()?;
         let settings = &config.settings;
-        let (device, _) = place(settings.device, settings.compute.compute_dtype, 0)?;
+        let DeviceKind { device, .. } = place(settings.device, settings.compute.compute_dtype, 0)?;
         if device == Device::Cpu {
             let bytes = checkpoint::least_memory(&draft, settings);
-            machine::check_memory(bytes, ("num_layers", config.draft.num_layers))?;
+            machine::check_memory(bytes, "num_layers", config.draft.num_layers)?;
         }
         let data_path = settings.data_path()?;
         let dataset = Arc::new(Dataset::open(data_path)?);
@@ -77,8 +77,12 @@ impl<'a> Prepared<'a> {
             remarks.extend(same_target::check_dataset(data, &config.target_dir, &identity)?);
         }
         let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
-        let how = (&settings.validation, resume.as_ref());
-        let split = Split::new(&dataset, validation_data.as_deref(), how)?;
+        let split = Split::new(
+            &dataset,
+            validation_data.as_deref(),
+            &settings.validation,
+            resume.as_ref(),
+        )?;
         remarks.extend(split.note());
         match (&resume, pretrained) {
             (Some(_), _) if settings.allows_changed("target") => {}
@@ -146,7 +150,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// The target's embedding, final norm and output projection.
-    pub(crate) fn head(&self, place: (Device, Kind)) -> Result<TargetIo, dflash_tensor::Error> {
+    pub(crate) fn head(&self, place: DeviceKind) -> Result<TargetIo, dflash_tensor::Error> {
         TargetIo::of(&self.config.target_dir, &self.target, place)
     }
 

@@ -32,7 +32,8 @@ impl ReadyRows {
     pub(crate) fn start(
         source: &dyn RowSource,
         planned: Vec<PlannedRow>,
-        (batches, draft): (&BatchMaker, &Draft),
+        batches: &BatchMaker,
+        draft: &Draft,
     ) -> Result<Self, Error> {
         let (assembler, device) = (batches.assembler(draft), draft.device());
         Ok(match source.start(planned)? {

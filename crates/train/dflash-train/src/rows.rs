@@ -63,7 +63,7 @@ pub(crate) trait RowSource {
 /// Rows being loaded.
 pub(crate) enum Loading {
     /// Fetched while the step computes.
-    Fetched(Box<dyn Rows>),
+    Fetched(Box<dyn RowStream>),
     /// Computed by this process, alternately with the step.
     Computed(Box<dyn ComputedRows>),
 }
@@ -77,7 +77,7 @@ pub(crate) trait ComputedRows {
 }
 
 /// Rows that are being fetched.
-pub(crate) trait Rows: Send {
+pub(crate) trait RowStream: Send {
     /// The next row; `None` at the end.
     fn next(&mut self) -> Result<Option<LoadedRow>, Error>;
 
@@ -262,7 +262,7 @@ fn requests(row: &PackedRow) -> Vec<Request> {
         .collect()
 }
 
-impl Rows for Streaming {
+impl RowStream for Streaming {
     fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
         // The step reports the interruption to the ranks, and they end together.
         let Some(stream) = &mut self.0 else {

@@ -9,19 +9,19 @@ mod tests;
 mod worker;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
 use dflash_identity::TargetIdentity;
 use dflash_run::{
-    Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights, State, recorded,
+    Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights, SourceCheck, State, recorded,
 };
 use dflash_settings::MatmulPrecision;
-use dflash_tensor::place;
+use dflash_tensor::{DeviceKind, place};
 use tch::{Device, Kind};
 
-use crate::checkpoint::{ORIGIN, ORIGIN_DIGESTS};
+use crate::checkpoint::{ORIGIN, ORIGIN_DIGESTS, Resuming};
 use crate::colocated::ColocatedRows;
 use crate::no_memory::Asking;
 use crate::optimizer::OptimizerConfig;
@@ -30,7 +30,9 @@ use crate::prepared::Prepared;
 use crate::readback::Control;
 use crate::ready::ReadyRows;
 use crate::rows::RowSource;
+use crate::shards::Rank;
 use crate::split::{EACH_SOURCE, HELD_OUT};
+use crate::trainer::Trainer;
 use crate::validation::{AcceptanceProbe, Validation};
 use crate::{Error, checkpoint, machine, schedule, setup};
 use health::Health;
@@ -63,28 +65,29 @@ impl Prepared<'_> {
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
         let config = &self.config.settings;
-        let device = place(config.device, config.compute.compute_dtype, env.local_rank)?;
-        let control = Control::of(device.0);
+        let place = place(config.device, config.compute.compute_dtype, env.local_rank)?;
+        let control = Control::of(place.device);
         let options = ConnectOptions {
             join_timeout: Duration::from_secs(config.launch.join_timeout),
             collective_timeout: Duration::from_secs(config.launch.collective_timeout),
-            device: device.0,
+            device: place.device,
             backend: config.launch.backend,
-            common: self.common(device)?,
+            common: self.common(place)?,
         };
         let communicator = connect(env, &options)?;
         if config.compute.matmul_precision == MatmulPrecision::Bfloat16 {
             dflash_torch_sys::multiply_in_bf16()?;
         }
-        let source = self.source((&*communicator, device), env.local_rank);
+        let source = self.source(&*communicator, place, env.local_rank);
         let source = announced(&*communicator, source)?;
-        self.train((&*communicator, device, control), &*source, probe)
+        self.train(&*communicator, place, control, &*source, probe)
     }
 
     /// The source of this rank's rows.
     fn source(
         &self,
-        (communicator, place): (&dyn Communicator, (Device, Kind)),
+        communicator: &dyn Communicator,
+        place: DeviceKind,
         local_rank: usize,
     ) -> Result<Box<dyn RowSource>, Error> {
         if !self.config.settings.hidden_states.colocate {
@@ -92,26 +95,27 @@ impl Prepared<'_> {
         }
         let asking = Asking { config: self.config, rank: communicator.rank() };
         let doing = || "while loading the target".to_owned();
-        let load = || ColocatedRows::load(self, place, (asking, local_rank));
+        let load = || ColocatedRows::load(self, place, asking, local_rank);
         Ok(Box::new(asking.contain(doing, load)?))
     }
 
     /// Trains on the rows of `source`, after joining the other ranks.
     pub(crate) fn train(
         &self,
-        (communicator, device, control): (&dyn Communicator, (Device, Kind), Control),
+        communicator: &dyn Communicator,
+        place: DeviceKind,
+        control: Control,
         source: &dyn RowSource,
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
-        announced(
-            communicator,
-            self.train_unannounced((communicator, device, control), source, probe),
-        )
+        announced(communicator, self.train_unannounced(communicator, place, control, source, probe))
     }
 
     fn train_unannounced(
         &self,
-        (communicator, device, control): (&dyn Communicator, (Device, Kind), Control),
+        communicator: &dyn Communicator,
+        place: DeviceKind,
+        control: Control,
         source: &dyn RowSource,
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
@@ -120,39 +124,29 @@ impl Prepared<'_> {
         self.check_agreement(communicator)?;
         tch::no_grad(|| {
             let (rank, ranks) = (communicator.rank() as u64, communicator.world_size() as u64);
-            let place = (communicator.rank(), communicator.world_size());
+
             let setting_up = || "while setting up the draft and its optimizer".to_owned();
             let head = || match source.head() {
                 Some(head) => Ok(head),
-                None => Ok(self.head(device)?),
+                None => Ok(self.head(place)?),
             };
-            let start = self.start(self.facts(communicator, device)?)?;
+            let start = self.start(self.facts(communicator, place)?)?;
             let allowed = config.allow_changed.as_deref().unwrap_or_default();
+            let resuming = Resuming { current: &start, allowed };
             if let Some(checkpoint) = &self.resume {
-                let draft = (&self.draft, self.config.draft.vocab_size);
-                checkpoint::check(checkpoint, (&start, allowed), draft)?;
+                let vocab_size = self.config.draft.vocab_size;
+                checkpoint::check(checkpoint, resuming, &self.draft, vocab_size)?;
             }
             let head = asking.contain(setting_up, head)?;
             let checking = || "while checking the source of the hidden states".to_owned();
             let preflight =
                 asking.contain(checking, || self.check_source(communicator, source, &head))?;
             let head = head.with_normed_states(preflight.states_are_normed());
-            let mut trainer =
-                asking.contain(setting_up, || setup::trainer(self, head, (device, place)))?;
+            let set_up = || setup::trainer(self, head, place, Rank::of(communicator));
+            let mut trainer = asking.contain(setting_up, set_up)?;
             trainer.control = control;
-            let mut position = start;
             let mut notes = preflight.notes;
-            if let Some(checkpoint) = &self.resume {
-                let current = std::mem::take(&mut position);
-                let (stored, changes) =
-                    checkpoint::resume(&mut trainer, checkpoint, (&current, allowed))?;
-                if stored.settings.is_empty() {
-                    let note = "an earlier release saved this run: its settings are not compared";
-                    notes.push(note.to_owned());
-                }
-                position = go_on(stored, current);
-                notes.extend(changes.iter().map(|change| format!("changed: {change}")));
-            }
+            let mut position = self.begin(&mut trainer, resuming, &mut notes)?;
             let share = Stride { first: position.rows + rank, stride: ranks };
             let length = self.length(&position, ranks);
             let (order, mut planned) = RowOrder::plan(self.packing(), length, share)?;
@@ -165,25 +159,14 @@ impl Prepared<'_> {
             });
             let own = (total - position.step) as usize * config.rows.gradient_accumulation_steps;
             planned.truncate(own);
-            let mut rows = ReadyRows::start(source, planned, (&trainer.batches, &trainer.draft))?;
+            let mut rows = ReadyRows::start(source, planned, &trainer.batches, &trainer.draft)?;
             let mut save_path = None;
             if rank == 0 {
-                let claimed = SavePath::claim(&config.save_path)?;
-                if self.resume.is_some()
-                    && let Some(aside) = claimed.set_aside_after(position.step)?
-                {
-                    notes.push(aside_note(aside));
-                    notes.extend(claimed.publish().err().map(|error| error.to_string()));
-                }
-                save_path = Some(claimed);
-                let source_checks = preflight.checks;
-                let provenance = self.provenance(&position, communicator.world_size())?;
-                let provenance = Provenance { source_checks, ..provenance };
-                RunDir::at(&config.save_path).record(provenance)?;
+                save_path = Some(self.claim(&position, &mut notes)?);
+                self.record(&position, communicator.world_size(), preflight.checks)?;
             }
             notes.extend(self.directory_note(communicator, save_path.as_ref())?);
-            let at = (communicator, position.step);
-            let validation = Validation::new(self, source, probe, at)?;
+            let validation = Validation::new(self, source, probe, communicator, position.step)?;
             let worker = Worker {
                 prepared: self,
                 begun_at: position.step,
@@ -206,6 +189,48 @@ impl Prepared<'_> {
             let doing = || "while summing gradients, moving weights or saving".to_owned();
             asking.contain(doing, || worker.train(&mut rows))
         })
+    }
+
+    /// Where the run begins: at the start, or where the resumed checkpoint ends, which is put into `trainer`.
+    fn begin(
+        &self,
+        trainer: &mut Trainer,
+        resuming: Resuming<'_>,
+        notes: &mut Vec<String>,
+    ) -> Result<Position, Error> {
+        let start = resuming.current.clone();
+        let Some(checkpoint) = &self.resume else { return Ok(start) };
+        let (stored, changes) = checkpoint::resume(trainer, checkpoint, resuming)?;
+        if stored.settings.is_empty() {
+            let note = "an earlier release saved this run: its settings are not compared";
+            notes.push(note.to_owned());
+        }
+        notes.extend(changes.iter().map(|change| format!("changed: {change}")));
+        Ok(go_on(stored, start))
+    }
+
+    /// Claims the save path for rank 0. What a resumed run finds there of later steps is set aside.
+    fn claim(&self, position: &Position, notes: &mut Vec<String>) -> Result<SavePath, Error> {
+        let claimed = SavePath::claim(&self.config.settings.save_path)?;
+        if self.resume.is_some()
+            && let Some((steps, aside)) = claimed.set_aside_after(position.step)?
+        {
+            notes.push(aside_note(&steps, &aside));
+            notes.extend(claimed.publish().err().map(|error| error.to_string()));
+        }
+        Ok(claimed)
+    }
+
+    /// Records in the run's directory what the run is, and what was checked of the source.
+    fn record(
+        &self,
+        position: &Position,
+        world_size: usize,
+        source_checks: Vec<SourceCheck>,
+    ) -> Result<(), Error> {
+        let provenance = self.provenance(position, world_size)?;
+        let provenance = Provenance { source_checks, ..provenance };
+        Ok(RunDir::at(&self.config.settings.save_path).record(provenance)?)
     }
 
     /// Refuses ranks that would resume different checkpoints, as on nodes without a shared file
@@ -268,7 +293,7 @@ impl Prepared<'_> {
     fn facts(
         &self,
         communicator: &dyn Communicator,
-        (device, kind): (Device, Kind),
+        DeviceKind { device, kind }: DeviceKind,
     ) -> Result<BTreeMap<String, String>, Error> {
         let settings = &self.config.settings;
         let ranks = communicator.world_size();
@@ -398,7 +423,7 @@ fn announced<T>(communicator: &dyn Communicator, outcome: Result<T, Error>) -> R
 }
 
 /// Message about checkpoints that were moved aside.
-fn aside_note((steps, aside): (Vec<u64>, PathBuf)) -> String {
+fn aside_note(steps: &[u64], aside: &Path) -> String {
     let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
     let noun = if steps.len() == 1 { "the checkpoint of step" } else { "the checkpoints of steps" };
     let (steps, aside) = (steps.join(", "), aside.display());

@@ -9,7 +9,7 @@ use dflash_draft::objective::{
 use dflash_draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_settings::{Invalid, ObjectiveSettings, RowSettings, loss_chunk_bytes};
 use dflash_target::{DraftAttentionShape, TargetFacts, TargetIo, check_layer_ids};
-use dflash_tensor::Kernels;
+use dflash_tensor::{DeviceKind, Kernels};
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +20,7 @@ use crate::error::{Mismatch, Mismatches};
 use crate::master_weights::MasterWeights;
 use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
-use crate::shards::Shards;
+use crate::shards::{Rank, Shards};
 use crate::trainer::Trainer;
 
 /// Standard deviation of fresh matrices: Hugging Face's default for the Qwen family.
@@ -84,16 +84,17 @@ fn layers(settings: &DraftShape) -> Vec<LayerKind> {
     (0..settings.num_layers).map(kind).collect()
 }
 
-/// Builds the trainer of a fresh run using the target's `head`, at `place` (rank, world size).
+/// Builds the trainer of a fresh run using the target's `head`, where the rank computes.
 pub(crate) fn trainer(
     prepared: &Prepared<'_>,
     head: TargetIo,
-    ((device, kind), place): ((Device, Kind), (usize, usize)),
+    DeviceKind { device, kind }: DeviceKind,
+    rank: Rank,
 ) -> Result<Trainer, Error> {
     let config = prepared.config;
     let rows = head.embedding_vh.size()[0] as usize;
     let resumed_dir = prepared.resume.as_ref().map(|checkpoint| &*checkpoint.dir);
-    let vocabulary = vocabulary(config, resumed_dir, (Some(&prepared.dataset), rows))?;
+    let vocabulary = vocabulary(config, resumed_dir, Some(&prepared.dataset), rows)?;
     let anchors = anchors(&config.settings.rows);
     let batches = BatchMaker::new(head, anchors, vocabulary, prepared.distribution_layer());
     let fresh = match prepared.resume {
@@ -106,11 +107,11 @@ pub(crate) fn trainer(
     }
     let optimizer = OptimizerConfig::from(&config.settings.optimizer);
     let splits = config.settings.compute.splits_state();
-    let shards = shards((splits, &optimizer), fresh.layout(), place);
-    let parameters = MasterWeights::new(fresh, kind, &optimizer, shards);
+    let shards = shards(splits, &optimizer, fresh.layout(), rank);
+    let (draft, master_weights) = MasterWeights::new(fresh, kind, &optimizer, shards);
     let chunk = chunk_bytes(config.settings.objective.loss_chunk_mib, device)?;
     let objective = objective(&config.settings.objective, prepared.draft.block_size, chunk);
-    let mut trainer = Trainer::new(parameters, (objective, batches));
+    let mut trainer = Trainer::new(draft, master_weights, objective, batches);
     trainer.keep = if config.settings.compute.recompute { Keep::Inputs } else { Keep::Activations };
     Ok(trainer)
 }
@@ -145,15 +146,11 @@ pub(crate) fn chunk_bytes(mib: Option<usize>, device: Device) -> Result<usize, E
 }
 
 /// How the state is divided among the ranks.
-fn shards(
-    (splits, optimizer): (bool, &OptimizerConfig),
-    layout: &DraftLayout,
-    place: (usize, usize),
-) -> Shards {
+fn shards(splits: bool, optimizer: &OptimizerConfig, layout: &DraftLayout, rank: Rank) -> Shards {
     match (splits, optimizer.algorithm) {
         (false, _) => Shards::whole(layout.elements()),
-        (true, Algorithm::AdamW) => Shards::even(layout.elements(), place),
-        (true, Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
+        (true, Algorithm::AdamW) => Shards::even(layout.elements(), rank),
+        (true, Algorithm::Muon(_)) => Shards::by_parameter(layout, rank),
     }
 }
 
@@ -185,7 +182,8 @@ pub(crate) fn objective(
 pub(crate) fn vocabulary(
     config: &TrainConfig,
     resumed_dir: Option<&Path>,
-    (dataset, rows): (Option<&Dataset>, usize),
+    dataset: Option<&Dataset>,
+    rows: usize,
 ) -> Result<Option<DraftVocabulary>, Error> {
     let Some(dir) = resumed_dir.or(config.pretrained_dir.as_deref()) else {
         return selected_vocabulary(config, dataset, rows);

@@ -25,6 +25,22 @@ const PIECE: i64 = 4 << 20;
 /// Shares of equal length begin at multiples of this many elements, a cache line of float32.
 const ALIGNMENT: i64 = 16;
 
+/// A rank among those of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Rank {
+    /// From 0.
+    pub(crate) rank: usize,
+    /// How many ranks there are.
+    pub(crate) world_size: usize,
+}
+
+impl Rank {
+    /// The rank of this process.
+    pub(crate) fn of(communicator: &dyn Communicator) -> Self {
+        Self { rank: communicator.rank(), world_size: communicator.world_size() }
+    }
+}
+
 /// The shares of all ranks, and the index of this rank's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shards {
@@ -39,7 +55,7 @@ impl Shards {
     }
 
     /// Shares of equal length, cut anywhere.
-    pub(crate) fn even(elements: i64, (rank, world_size): (usize, usize)) -> Self {
+    pub(crate) fn even(elements: i64, Rank { rank, world_size }: Rank) -> Self {
         let ranks = world_size as i64;
         let lines = (elements + ALIGNMENT - 1) / ALIGNMENT;
         let bound = |rank: i64| (rank * lines / ranks * ALIGNMENT).min(elements);
@@ -47,7 +63,7 @@ impl Shards {
     }
 
     /// Shares of whole parameters, as equal as possible.
-    pub(crate) fn by_parameter(layout: &DraftLayout, (rank, world_size): (usize, usize)) -> Self {
+    pub(crate) fn by_parameter(layout: &DraftLayout, Rank { rank, world_size }: Rank) -> Self {
         let elements = layout.elements();
         let offsets = layout.parameters().iter().map(|parameter| parameter.offset);
         let bounds: Vec<i64> = offsets.chain([elements]).collect();
@@ -169,8 +185,9 @@ mod tests {
     #[test]
     fn even_shares_are_the_whole_and_alike() {
         for (elements, ranks) in [(160, 2), (176, 3), (16, 4), (1_000_000, 7)] {
-            let shards: Vec<_> =
-                (0..ranks).map(|rank| Shards::even(elements, (rank, ranks))).collect();
+            let shards: Vec<_> = (0..ranks)
+                .map(|rank| Shards::even(elements, Rank { rank, world_size: ranks }))
+                .collect();
             check(&shards, elements);
             let lengths: Vec<i64> = shards.iter().map(|s| s.own().end - s.own().start).collect();
             let (least, most) = (lengths.iter().min().unwrap(), lengths.iter().max().unwrap());
@@ -180,7 +197,7 @@ mod tests {
 
     #[test]
     fn one_rank_alone_exchanges_nothing() {
-        let shards = Shards::even(64, (0, 1));
+        let shards = Shards::even(64, Rank { rank: 0, world_size: 1 });
         assert!(!shards.is_split());
         assert_eq!(shards, Shards::whole(64));
     }

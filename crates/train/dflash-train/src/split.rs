@@ -39,7 +39,8 @@ impl Split {
     pub(crate) fn new(
         dataset: &Dataset,
         set: Option<&Dataset>,
-        (settings, resume): (&ValidationSettings, Option<&Checkpoint>),
+        settings: &ValidationSettings,
+        resume: Option<&Checkpoint>,
     ) -> Result<Self, Error> {
         let samples = dataset.len();
         let ratio = settings.held_out(samples);
@@ -173,7 +174,7 @@ mod tests {
         let set = dataset(&dir.path().join("set"), 2, None);
         let check = |name: &str, sources: Option<Value>, held_out: &[u32], note: Option<&str>| {
             let data = dataset(&dir.path().join(name), 12, sources);
-            let split = Split::new(&data, Some(&set), (&settings(0.25), None)).unwrap();
+            let split = Split::new(&data, Some(&set), &settings(0.25), None).unwrap();
             assert_eq!(split.held_out(), [held_out, &[12, 13]].concat(), "{name}");
             assert_eq!(split.note().as_deref(), note, "{name}");
             assert_eq!(split.lengths().len(), 14);
@@ -194,7 +195,7 @@ mod tests {
         let other = json!([{"data": "a", "rows": 4}, {"data": "b", "rows": 9}]);
         check("other", Some(other), &[9, 10, 11], None);
         let data = Dataset::open(&dir.path().join("two")).unwrap();
-        let refused = Split::new(&data, None, (&settings(0.01), None)).map(|split| split.held_out);
+        let refused = Split::new(&data, None, &settings(0.01), None).map(|split| split.held_out);
         assert_eq!(refused.unwrap(), [3, 11], "a share below one sample is one");
     }
 }

@@ -77,8 +77,10 @@ pub(crate) struct Step<'a> {
 
 impl Trainer {
     pub(crate) fn new(
-        (draft, master_weights): (Draft, MasterWeights),
-        (objective, batches): (Objective, BatchMaker),
+        draft: Draft,
+        master_weights: MasterWeights,
+        objective: Objective,
+        batches: BatchMaker,
     ) -> Self {
         let (gradient, gradient_views) = draft.zero_gradients();
         let (keep, control) = (Keep::default(), Control::of(draft.device()));
@@ -120,8 +122,8 @@ impl Trainer {
         let target_distribution = batch.target_distribution.as_ref();
         let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, target_distribution);
         drop((hidden_nh, part));
-        let gradients = (&self.gradient_views, finished);
-        self.draft.backward(output.dhidden_nh, &batch.input, saved, gradients);
+        let gradients = &self.gradient_views;
+        self.draft.backward(output.dhidden_nh, &batch.input, saved, gradients, finished);
         output.statistics
     }
 }
@@ -172,8 +174,10 @@ impl Step<'_> {
     /// Sums over the ranks, divides, clips and updates the parameters at learning rate `rate`.
     pub(crate) fn finish(
         mut self,
-        (mut sums, vote): (StepSums, Vote),
-        (rate, max_norm): (f64, f64),
+        mut sums: StepSums,
+        vote: Vote,
+        rate: f64,
+        max_norm: f64,
     ) -> Result<Finished, Error> {
         let _part = trace::part("optimizer");
         let control = self.trainer.control;
@@ -193,11 +197,11 @@ impl Step<'_> {
         }
         let outcome = match control {
             _ if vote.is_void() => self.unmoved(Effect::Void, f64::NAN),
-            Control::Host => Outcome::Known(self.decide((rate, max_norm))?),
+            Control::Host => Outcome::Known(self.decide(rate, max_norm)?),
             Control::Device if self.slots == 0.0 => self.unmoved(Effect::Empty, 0.0),
             Control::Device => {
                 let metrics = self.trainer.draft.head().metrics();
-                let record = self.let_device_decide((rate, max_norm))?;
+                let record = self.let_device_decide(rate, max_norm)?;
                 Outcome::Unread(Unread { record, metrics })
             }
         };
@@ -211,11 +215,11 @@ impl Step<'_> {
     }
 
     /// Updates the parameters, unless the denominator is 0 or the norm is not finite.
-    fn decide(mut self, (rate, max_norm): (f64, f64)) -> Result<StepOutcome, Error> {
+    fn decide(mut self, rate: f64, max_norm: f64) -> Result<StepOutcome, Error> {
         let (effect, gradient_norm) = match readback::value(&self.statistics.denominator()) {
             // momentum and weight decay would change parameters without data
             0.0 => (Effect::Empty, 0.0),
-            denominator => self.apply(denominator, (rate, max_norm))?,
+            denominator => self.apply(denominator, rate, max_norm)?,
         };
         Ok(StepOutcome { effect, gradient_norm, statistics: self.statistics })
     }
@@ -224,7 +228,8 @@ impl Step<'_> {
     fn apply(
         &mut self,
         denominator: f64,
-        (rate, max_norm): (f64, f64),
+        rate: f64,
+        max_norm: f64,
     ) -> Result<(Effect, f64), Error> {
         let Self { trainer, communicator, .. } = self;
         let divisor = denominator + trainer.objective.denominator.epsilon();
@@ -246,7 +251,7 @@ impl Step<'_> {
 
     /// The same decided by the device, without waiting for it; returns the record for
     /// [`Outcome::Unread`].
-    fn let_device_decide(mut self, (rate, max_norm): (f64, f64)) -> Result<Tensor, Error> {
+    fn let_device_decide(mut self, rate: f64, max_norm: f64) -> Result<Tensor, Error> {
         let communicator = self.communicator;
         exchange(communicator, self.statistics.sums_mut(), |sums| {
             communicator.all_reduce_sum(sums)
@@ -362,10 +367,12 @@ impl Reduction {
 #[cfg(test)]
 mod tests {
     use dflash_target::TargetIo;
+    use dflash_tensor::DeviceKind;
     use tch::Kind;
 
     use super::*;
     use crate::fake::Beside;
+    use crate::shards::Rank;
     use crate::world::World;
     use crate::{Prepared, setup};
 
@@ -374,9 +381,9 @@ mod tests {
         let world = World::new();
         let config = world.config("out");
         let prepared = Prepared::open(&config).unwrap();
-        let place = (Device::Cpu, Kind::Float);
-        let head = TargetIo::load(&config.target_dir, place.0, place.1).unwrap();
-        let trainer = setup::trainer(&prepared, head, (place, (0, 1))).unwrap();
+        let head = TargetIo::load(&config.target_dir, Device::Cpu, Kind::Float).unwrap();
+        let rank = Rank { rank: 0, world_size: 1 };
+        let trainer = setup::trainer(&prepared, head, DeviceKind::CPU_F32, rank).unwrap();
         let buckets = trainer.draft.layout().buckets();
         let parts: Vec<usize> =
             buckets.iter().rev().map(|&(_, elements)| elements as usize).collect();

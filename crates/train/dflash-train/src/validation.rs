@@ -72,7 +72,8 @@ impl<'a, 'p> Validation<'a, 'p> {
         prepared: &Prepared<'a>,
         source: &'a dyn RowSource,
         probe: Option<AcceptanceProbe<'p>>,
-        (communicator, step): (&dyn Communicator, u64),
+        communicator: &dyn Communicator,
+        step: u64,
     ) -> Result<Option<Self>, Error> {
         let settings = &prepared.config.settings;
         let split = &prepared.split;
@@ -103,7 +104,7 @@ impl<'a, 'p> Validation<'a, 'p> {
     }
 
     /// Whether a validation is due after `step` of `total`; `saves`: a checkpoint is written there.
-    pub(crate) fn is_due(&self, (step, saves): (u64, bool), total: u64) -> bool {
+    pub(crate) fn is_due(&self, step: u64, saves: bool, total: u64) -> bool {
         let wanted = self.every.map_or(saves, |every| step.is_multiple_of(every)) || step == total;
         wanted && step > 0 && self.last != Some(step)
     }
@@ -127,7 +128,8 @@ impl<'a, 'p> Validation<'a, 'p> {
     pub(crate) fn run(
         &mut self,
         step: u64,
-        (trainer, communicator): (&Trainer, &dyn Communicator),
+        trainer: &Trainer,
+        communicator: &dyn Communicator,
         meter: &Meter,
     ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
@@ -137,11 +139,11 @@ impl<'a, 'p> Validation<'a, 'p> {
         };
         let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.all_rows > 0 {
-            line.rows = Some(self.teacher_forced((trainer, &served.draft), communicator, meter)?);
+            line.rows = Some(self.teacher_forced(trainer, &served.draft, communicator, meter)?);
         }
         if let Some(probe) = &mut self.probe {
             let show = self.show;
-            line.prompts = Some(measured(probe, &served, (communicator, show), self.asking)?);
+            line.prompts = Some(measured(probe, &served, communicator, show, self.asking)?);
         }
         line.seconds = Some(begun.elapsed().as_secs_f64());
         self.last = Some(step);
@@ -153,15 +155,15 @@ impl<'a, 'p> Validation<'a, 'p> {
 
     fn teacher_forced(
         &self,
-        (trainer, draft): (&Trainer, &Draft),
+        trainer: &Trainer,
+        draft: &Draft,
         communicator: &dyn Communicator,
         meter: &Meter,
     ) -> Result<HeldOutRows, Halt> {
         let mut statistics = no_statistics(draft, draft.device());
         let mut skipped = 0.0;
-        let counts = (&mut statistics, &mut skipped);
-        let own =
-            self.asking.contain(doing, || self.own_rows((trainer, draft), counts, meter)).err();
+        let own_rows = || self.own_rows(trainer, draft, &mut statistics, &mut skipped, meter);
+        let own = self.asking.contain(doing, own_rows).err();
         let vote = own.as_ref().map(Vote::of).unwrap_or_default();
         let vector = Some(statistics.sums_mut());
         add_up(communicator, vote, &mut [&mut skipped], vector)?.settle(own)?;
@@ -173,11 +175,13 @@ impl<'a, 'p> Validation<'a, 'p> {
     /// Adds the statistics of this rank's rows.
     fn own_rows(
         &self,
-        (trainer, draft): (&Trainer, &Draft),
-        (statistics, skipped): (&mut Statistics, &mut f64),
+        trainer: &Trainer,
+        draft: &Draft,
+        statistics: &mut Statistics,
+        skipped: &mut f64,
         meter: &Meter,
     ) -> Result<(), Error> {
-        let mut rows = ReadyRows::start(self.source, self.rows.clone(), (&trainer.batches, draft))?;
+        let mut rows = ReadyRows::start(self.source, self.rows.clone(), &trainer.batches, draft)?;
         let total = self.rows.len() as u64;
         let mut progress = Progress::shown(self.show, "validation, rows", Unit::Items, total);
         meter.beats_on(progress.beat());
@@ -203,7 +207,8 @@ fn doing() -> String {
 fn measured(
     probe: &mut AcceptanceProbe<'_>,
     served: &LoadedDraft,
-    (communicator, show): (&dyn Communicator, Show),
+    communicator: &dyn Communicator,
+    show: Show,
     asking: Asking<'_>,
 ) -> Result<HeldOutPrompts, Halt> {
     let share = Share { rank: communicator.rank(), ranks: communicator.world_size(), show };

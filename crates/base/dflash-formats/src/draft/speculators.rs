@@ -36,7 +36,8 @@ pub struct Verifier {
 /// draft's layers are full, false if all are sliding.
 pub(super) fn to_json(
     config: &DraftConfig,
-    (dtype, draft_vocab_size): (&str, usize),
+    dtype: &str,
+    draft_vocab_size: usize,
     verifier: &Verifier,
 ) -> Value {
     let mut layers = config.to_json(dtype);
@@ -141,7 +142,7 @@ mod tests {
             draft.layers = vec![kinds; 2];
             draft.sliding_window = (kinds == LayerKind::Sliding).then_some(16);
             draft.num_target_layers = Some(8);
-            let value = to_json(&draft, ("float16", 50), &verifier);
+            let value = to_json(&draft, "float16", 50, &verifier);
             assert_eq!(value["sliding_window_non_causal"], json!(non_causal));
             assert_eq!(value["draft_vocab_size"], json!(50));
             assert_eq!(value["transformer_layer_config"]["dtype"], json!("float16"));

@@ -91,9 +91,10 @@ impl<'a> Api<'a> {
         &self,
         doing: &'static str,
         url: Url,
-        body: (&'static str, Vec<u8>),
+        kind: &'static str,
+        body: Vec<u8>,
     ) -> Result<Value, Refusal> {
-        self.try_post(doing, url, body).await?.map_err(|fault| self.refusal(doing, fault))
+        self.try_post(doing, url, kind, body).await?.map_err(|fault| self.refusal(doing, fault))
     }
 
     /// As [`Self::post`], for callers that interpret the fault themselves.
@@ -101,9 +102,10 @@ impl<'a> Api<'a> {
         &self,
         doing: &'static str,
         url: Url,
-        (kind, body): (&'static str, Vec<u8>),
+        kind: &'static str,
+        body: Vec<u8>,
     ) -> Result<Result<Value, Fault>, Refusal> {
-        self.post_at_most(ATTEMPTS, (doing, url), (kind, body.into())).await
+        self.post_at_most(ATTEMPTS, doing, url, kind, body.into()).await
     }
 
     /// As [`Self::try_post`], without retries: for requests that must not be made twice.
@@ -111,16 +113,19 @@ impl<'a> Api<'a> {
         &self,
         doing: &'static str,
         url: Url,
-        body: (&'static str, Bytes),
+        kind: &'static str,
+        body: Bytes,
     ) -> Result<Result<Value, Fault>, Refusal> {
-        self.post_at_most(1, (doing, url), body).await
+        self.post_at_most(1, doing, url, kind, body).await
     }
 
     async fn post_at_most(
         &self,
         attempts: u32,
-        (doing, url): (&'static str, Url),
-        (kind, body): (&'static str, Bytes),
+        doing: &'static str,
+        url: Url,
+        kind: &'static str,
+        body: Bytes,
     ) -> Result<Result<Value, Fault>, Refusal> {
         let request = || {
             let request = self.request(Method::POST, url.clone()).timeout(ANSWER);

@@ -71,7 +71,7 @@ impl<'a> Draft<'a> {
         });
         let body = json!({"files": described.collect::<Vec<_>>()}).to_string().into_bytes();
         let url = endpoint(api, publication, "preupload")?;
-        let answer = api.try_post(PLAN, url, (JSON, body)).await?;
+        let answer = api.try_post(PLAN, url, JSON, body).await?;
         let mut answer = answer.map_err(|fault| of_revision(api, publication, PLAN, fault))?;
         let verdicts: Vec<Verdict> = serde_json::from_value(answer["files"].take())
             .map_err(|error| Refusal::Protocol { doing: PLAN, what: error.to_string() })?;
@@ -119,7 +119,7 @@ impl<'a> Draft<'a> {
         let mut pause = FIRST_PAUSE;
         for attempt in 1.. {
             let url = endpoint(api, publication, "commit")?;
-            let fault = match api.post_once(COMMIT, url, (ND_JSON, body.clone())).await? {
+            let fault = match api.post_once(COMMIT, url, ND_JSON, body.clone()).await? {
                 Ok(answer) => return page_in(&answer).map(Some),
                 Err(fault) => fault,
             };

@@ -55,7 +55,7 @@ struct ObjectError {
 
 /// A range of a file that is sent in one request.
 #[derive(Debug, Clone, Copy)]
-struct Part {
+struct UploadRange {
     start: u64,
     bytes: u64,
 }
@@ -74,7 +74,7 @@ pub(crate) async fn upload(
     match upload.header.get("chunk_size") {
         Some(size) => send_parts(api, &upload, size, file, meter).await?,
         None => {
-            let whole = Part { start: 0, bytes: file.bytes };
+            let whole = UploadRange { start: 0, bytes: file.bytes };
             let url = address(api, &upload.href)?;
             put(api, &url, &upload.header, file, whole, meter).await?;
         }
@@ -103,7 +103,7 @@ async fn ask(
     });
     let git = format!("{}.git", name.name);
     let url = api.url([name.owner, &git, "info", "lfs", "objects", "batch"]);
-    let mut answer = api.post(BATCH, url, (LFS_JSON, body.to_string().into_bytes())).await?;
+    let mut answer = api.post(BATCH, url, LFS_JSON, body.to_string().into_bytes()).await?;
     let transfer = answer["transfer"].as_str().unwrap_or("basic");
     if !["basic", "multipart"].contains(&transfer) {
         return Err(protocol(BATCH, format!("it wants the file by {transfer}")));
@@ -143,7 +143,7 @@ async fn send_parts(
     let mut parts = Vec::new();
     for (place, (_, url)) in urls.into_iter().enumerate() {
         let start = place as u64 * size;
-        let part = Part { start, bytes: size.min(file.bytes - start) };
+        let part = UploadRange { start, bytes: size.min(file.bytes - start) };
         let answer = put(api, &address(api, &url)?, &Map::new(), file, part, meter).await?;
         let etag = answer.headers().get(ETAG).and_then(|etag| etag.to_str().ok());
         let etag = etag.ok_or_else(|| protocol(SEND, "a part came back without an etag".into()))?;
@@ -162,7 +162,7 @@ async fn put(
     url: &Url,
     headers: &Map<String, Value>,
     file: &Outgoing,
-    part: Part,
+    part: UploadRange,
     meter: &Meter,
 ) -> Result<Response, Refusal> {
     let request = || {
@@ -206,7 +206,7 @@ async fn watched(
 }
 
 /// The bytes of a part, read while they are sent.
-fn body(file: &Outgoing, part: Part, meter: Meter) -> Result<Body, Refusal> {
+fn body(file: &Outgoing, part: UploadRange, meter: Meter) -> Result<Body, Refusal> {
     let path = match &file.content {
         Content::File(path) => path,
         Content::Memory(content) => {

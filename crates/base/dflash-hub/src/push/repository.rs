@@ -58,7 +58,7 @@ pub(crate) async fn collect(
     };
     let body = json!({"item": {"id": publication.repository, "type": "model"}});
     let parts = ["api", "collections"].into_iter().chain(slug.split('/')).chain(["items"]);
-    let answer = api.try_post(COLLECT, api.url(parts), (JSON, body.to_string().into())).await?;
+    let answer = api.try_post(COLLECT, api.url(parts), JSON, body.to_string().into()).await?;
     match answer {
         // It is already in the collection.
         Ok(_) | Err(Fault::Status { status: 409, .. }) => Ok(slug),
@@ -76,7 +76,7 @@ async fn new_collection(
     let private = publication.private;
     let body = json!({"title": title, "namespace": namespace, "private": private}).to_string();
     let url = api.url(["api", "collections"]);
-    let answer = match api.try_post(COLLECT, url, (JSON, body.into())).await? {
+    let answer = match api.try_post(COLLECT, url, JSON, body.into()).await? {
         Err(Fault::Status { status: 409, body, .. }) => {
             serde_json::from_str(&body).unwrap_or_default()
         }

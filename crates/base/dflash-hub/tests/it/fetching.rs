@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use dflash_hub::{Error, Hub, Part, Split};
+use dflash_hub::{Error, Hub, ModelPart, Split};
 
 use crate::fake_hub::{Branch, FakeHub, Files, Mood};
 
@@ -74,11 +74,11 @@ fn offline(hub: &Hub) -> Hub {
     Hub { offline: true, ..hub.clone() }
 }
 
-fn model(hub: &Hub, name: &str, part: Part) -> Result<PathBuf, Error> {
+fn model(hub: &Hub, name: &str, part: ModelPart) -> Result<PathBuf, Error> {
     hub.model(name, part, &AtomicBool::new(false))
 }
 
-fn refusal(hub: &Hub, name: &str, part: Part) -> String {
+fn refusal(hub: &Hub, name: &str, part: ModelPart) -> String {
     model(hub, name, part).unwrap_err().to_string()
 }
 
@@ -95,7 +95,7 @@ fn listing(dir: &Path) -> Vec<String> {
 fn a_target_comes_with_all_its_shards_and_nothing_else() {
     let (fake, cache) = world();
     let hub = at(&fake, cache.path());
-    let dir = model(&hub, "some/target", Part::Target).unwrap();
+    let dir = model(&hub, "some/target", ModelPart::Target).unwrap();
     let expected = [
         "chat_template.jinja",
         "config.json",
@@ -112,9 +112,9 @@ fn a_target_comes_with_all_its_shards_and_nothing_else() {
     assert!(!cache.path().join("models--some--target/snapshots/outside.safetensors").exists());
     fake.requests();
     // Once fetched, no file is fetched again; offline, no request is made.
-    assert_eq!(model(&hub, "some/target", Part::Target).unwrap(), dir);
+    assert_eq!(model(&hub, "some/target", ModelPart::Target).unwrap(), dir);
     assert!(fake.requests().iter().all(|request| !request.contains("/resolve/")));
-    assert_eq!(model(&offline(&hub), "some/target", Part::Target).unwrap(), dir);
+    assert_eq!(model(&offline(&hub), "some/target", ModelPart::Target).unwrap(), dir);
     assert_eq!(fake.requests(), Vec::<String>::new());
 }
 
@@ -122,14 +122,14 @@ fn a_target_comes_with_all_its_shards_and_nothing_else() {
 fn a_part_fetches_its_own_files_only() {
     let (fake, cache) = world();
     let hub = at(&fake, cache.path());
-    let dir = model(&hub, "some/target", Part::Config).unwrap();
+    let dir = model(&hub, "some/target", ModelPart::Config).unwrap();
     assert_eq!(listing(&dir), ["config.json"]);
-    let dir = model(&hub, "some/target", Part::Tokenizer).unwrap();
+    let dir = model(&hub, "some/target", ModelPart::Tokenizer).unwrap();
     let expected =
         ["chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"];
     assert_eq!(listing(&dir), expected);
     // The cache knows the revision, but not its weights.
-    let text = refusal(&offline(&hub), "some/target", Part::Target);
+    let text = refusal(&offline(&hub), "some/target", ModelPart::Target);
     assert!(text.contains("(HF_HUB_OFFLINE is set): the local cache lacks its model"), "{text}");
 }
 
@@ -138,7 +138,7 @@ fn a_password_in_the_address_is_not_shown() {
     for endpoint in ["http://user:pass@127.0.0.1:9", "http://user:pa/ss@127.0.0.1:9"] {
         let cache = Some(tempfile::tempdir().unwrap().path().into());
         let hub = Hub { endpoint: Some(endpoint.into()), cache, offline: false };
-        let text = refusal(&hub, "some/target", Part::Config);
+        let text = refusal(&hub, "some/target", ModelPart::Config);
         assert!(text.contains(" from http://***@127.0.0.1:9"), "{text}");
         assert!(!text.contains("user") && !text.contains("ss@"), "{text}");
     }
@@ -149,8 +149,8 @@ fn a_directory_is_used_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub { endpoint: Some("http://127.0.0.1:9".into()), ..Hub::default() };
     let path = dir.path().to_str().unwrap();
-    assert_eq!(model(&hub, path, Part::Target).unwrap(), dir.path());
-    let text = refusal(&hub, "./nowhere", Part::Draft);
+    assert_eq!(model(&hub, path, ModelPart::Target).unwrap(), dir.path());
+    let text = refusal(&hub, "./nowhere", ModelPart::Draft);
     assert!(text.starts_with("the draft ./nowhere: no such directory, and not a name"), "{text}");
 }
 
@@ -159,15 +159,15 @@ fn a_revision_is_a_branch_or_a_commit() {
     let (fake, cache) = world();
     let hub = at(&fake, cache.path());
     let config = |name: &str| {
-        let dir = model(&hub, name, Part::Draft).unwrap();
+        let dir = model(&hub, name, ModelPart::Draft).unwrap();
         std::fs::read_to_string(dir.join("model.safetensors")).unwrap()
     };
     assert_eq!(config("some/draft"), "one");
     assert_eq!(config("some/draft@refs/pr/1"), "two");
     assert_eq!(config(&format!("some/draft@{OTHER}")), "two");
-    let dir = model(&offline(&hub), "some/draft@refs/pr/1", Part::Draft).unwrap();
+    let dir = model(&offline(&hub), "some/draft@refs/pr/1", ModelPart::Draft).unwrap();
     assert!(dir.ends_with(OTHER), "{}", dir.display());
-    let text = refusal(&hub, "some/draft@gone", Part::Draft);
+    let text = refusal(&hub, "some/draft@gone", ModelPart::Draft);
     assert!(
         text.contains("the draft some/draft@gone") && text.contains("no revision gone"),
         "{text}"
@@ -178,29 +178,29 @@ fn a_revision_is_a_branch_or_a_commit() {
 fn what_cannot_be_fetched_is_named_with_its_reason() {
     let (fake, cache) = world();
     let hub = at(&fake, cache.path());
-    let text = refusal(&hub, "some/typo", Part::Tokenizer);
+    let text = refusal(&hub, "some/typo", ModelPart::Tokenizer);
     assert!(text.contains("the tokenizer of some/typo"), "{text}");
     assert!(text.contains(&fake.endpoint) && text.contains("no such repository"), "{text}");
-    let text = refusal(&hub, "some/pickles", Part::Target);
+    let text = refusal(&hub, "some/pickles", ModelPart::Target);
     assert!(text.contains("the repository has no model.safetensors"), "{text}");
-    let text = refusal(&offline(&hub), "some/draft", Part::Draft);
+    let text = refusal(&offline(&hub), "some/draft", ModelPart::Draft);
     assert!(text.contains("not in the local cache"), "{text}");
     fake.set(Mood::Gated);
-    let text = refusal(&hub, "some/draft", Part::Draft);
+    let text = refusal(&hub, "some/draft", ModelPart::Draft);
     assert!(text.contains("refuses access") && text.contains("HF_TOKEN"), "{text}");
     fake.set(Mood::Private);
-    let text = refusal(&hub, "some/draft", Part::Draft);
+    let text = refusal(&hub, "some/draft", ModelPart::Draft);
     assert!(text.contains("or it is private") && text.contains("HF_TOKEN"), "{text}");
 }
 
 #[test]
 fn without_a_network_the_cache_serves_what_it_has() {
     let (fake, cache) = world();
-    let dir = model(&at(&fake, cache.path()), "some/draft", Part::Draft).unwrap();
+    let dir = model(&at(&fake, cache.path()), "some/draft", ModelPart::Draft).unwrap();
     // Port 9 (discard) is closed wherever tests run.
     let gone = Hub { endpoint: Some("http://127.0.0.1:9".into()), ..at(&fake, cache.path()) };
-    assert_eq!(model(&gone, "some/draft", Part::Draft).unwrap(), dir);
-    let text = refusal(&gone, "some/target", Part::Config);
+    assert_eq!(model(&gone, "some/draft", ModelPart::Draft).unwrap(), dir);
+    let text = refusal(&gone, "some/target", ModelPart::Config);
     assert!(text.contains("config.json of some/target from http://127.0.0.1:9"), "{text}");
     assert!(text.contains("the Hub cannot be reached"), "{text}");
 }
@@ -211,11 +211,11 @@ fn an_error_page_in_place_of_a_file_is_not_kept() {
     let hub = at(&fake, cache.path());
     fake.set(Mood::Page("model.safetensors"));
     let dir = cache.path().join("models--some--draft");
-    let text = refusal(&hub, "some/draft@refs/pr/1", Part::Draft);
+    let text = refusal(&hub, "some/draft@refs/pr/1", ModelPart::Draft);
     assert!(text.contains("model.safetensors"), "{text}");
     assert!(!dir.join("snapshots").join(OTHER).join("model.safetensors").exists());
     fake.set(Mood::Well);
-    let dir = model(&hub, "some/draft@refs/pr/1", Part::Draft).unwrap();
+    let dir = model(&hub, "some/draft@refs/pr/1", ModelPart::Draft).unwrap();
     assert_eq!(std::fs::read(dir.join("model.safetensors")).unwrap(), b"two");
 }
 
@@ -228,7 +228,7 @@ fn an_interrupted_download_leaves_no_half_file() {
     let stop = Arc::new(AtomicBool::new(false));
     let fetching = thread::spawn({
         let (hub, stop) = (hub.clone(), Arc::clone(&stop));
-        move || hub.model("some/target", Part::Target, &stop)
+        move || hub.model("some/target", ModelPart::Target, &stop)
     });
     while !fake
         .requests()
@@ -242,9 +242,11 @@ fn an_interrupted_download_leaves_no_half_file() {
     assert!(matches!(fetching.join().unwrap(), Err(Error::Interrupted)));
     let snapshot = cache.path().join("models--some--target/snapshots").join(COMMIT);
     assert!(!snapshot.join(shard).exists());
-    assert!(refusal(&offline(&hub), "some/target", Part::Target).contains("cache lacks its model"));
+    assert!(
+        refusal(&offline(&hub), "some/target", ModelPart::Target).contains("cache lacks its model")
+    );
     fake.set(Mood::Well);
-    let dir = model(&hub, "some/target", Part::Target).unwrap();
+    let dir = model(&hub, "some/target", ModelPart::Target).unwrap();
     assert_eq!(std::fs::read(dir.join(shard)).unwrap(), b"second shard");
 }
 

@@ -20,13 +20,13 @@ pub struct StepBar {
 
 impl StepBar {
     /// A bar of `total` steps, `done` of them earlier, on stderr if that is a terminal and `shown`.
-    pub fn new((done, total): (u64, u64), shown: bool) -> Self {
+    pub fn new(done: u64, total: u64, shown: bool) -> Self {
         let target =
             if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        Self::on(target, (done, total))
+        Self::on(target, done, total)
     }
 
-    fn on(target: ProgressDrawTarget, (done, total): (u64, u64)) -> Self {
+    fn on(target: ProgressDrawTarget, done: u64, total: u64) -> Self {
         let is_hidden = target.is_hidden();
         // A bar has one message, cut to the terminal's width, so two lines need two bars.
         let lines = MultiProgress::with_draw_target(target);
@@ -107,7 +107,7 @@ mod tests {
     fn both_lines_fit_terminals_of_any_width_however_long_the_run_is() {
         for columns in [40, 60, 80, 200] {
             let screen = Screen::new(columns);
-            let bar = StepBar::on(screen.target(), (999_999, 1_000_000));
+            let bar = StepBar::on(screen.target(), 999_999, 1_000_000);
             bar.show_time("1234 h 59 min elapsed, 1234 h 59 min left".to_owned());
             bar.show_figures("loss 3.2500  length 2.50  ".repeat(9));
             bar.advance();
@@ -116,13 +116,13 @@ mod tests {
             assert_eq!((bar.done(), bar.total(), bar.is_hidden()), (1_000_000, 1_000_000, false));
         }
         let screen = Screen::new(80);
-        StepBar::on(screen.target(), (63, 400)).show_time("5 s elapsed, 20 min left".to_owned());
+        StepBar::on(screen.target(), 63, 400).show_time("5 s elapsed, 20 min left".to_owned());
         assert!(screen.last_with("63/400").ends_with("63/400 steps  5 s elapsed, 20 min left"));
     }
 
     #[test]
     fn what_is_counted_can_be_asked_while_other_work_has_the_terminal() {
-        let bar = StepBar::on(Screen::new(80).target(), (3, 40));
+        let bar = StepBar::on(Screen::new(80).target(), 3, 40);
         let aside = bar.clone();
         let asked = bar.suspend(|| {
             let asking =

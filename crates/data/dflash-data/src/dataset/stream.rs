@@ -24,7 +24,7 @@ pub(super) fn scan_shard(shard: &Shard) -> Result<Vec<Columns>, Error> {
     let read = |source| Error::Read { path: shard.path.clone(), source };
     let size = shard.file.metadata().map_err(read)?.len();
     let mut batches = Vec::new();
-    let mut columns: Option<(Column, Column)> = None;
+    let mut columns: Option<SampleColumns> = None;
     let mut position = 0;
     while let Some((metadata, body)) = next_metadata(shard, position, size)? {
         let message = ipc::root_as_message(&metadata)
@@ -75,18 +75,27 @@ fn next_metadata(shard: &Shard, position: u64, size: u64) -> Result<Option<(Vec<
     Ok(Some((shard.read_at(start, length as usize)?, body)))
 }
 
-fn read_schema(shard: &Shard, message: &ipc::Message<'_>) -> Result<(Column, Column), Error> {
+/// Where the two columns are among those of the schema.
+struct SampleColumns {
+    input_ids: Column,
+    loss_mask: Column,
+}
+
+fn read_schema(shard: &Shard, message: &ipc::Message<'_>) -> Result<SampleColumns, Error> {
     let header =
         message.header_as_schema().ok_or_else(|| shard.broken("the schema has no header"))?;
     let schema = ipc::convert::try_fb_to_schema(header)
         .map_err(|error| shard.broken(format!("the schema is invalid ({error})")))?;
-    Ok((Column::find(shard, &schema, "input_ids")?, Column::find(shard, &schema, "loss_mask")?))
+    Ok(SampleColumns {
+        input_ids: Column::find(shard, &schema, "input_ids")?,
+        loss_mask: Column::find(shard, &schema, "loss_mask")?,
+    })
 }
 
 fn read_batch(
     shard: &Shard,
     message: &ipc::Message<'_>,
-    columns: &(Column, Column),
+    columns: &SampleColumns,
     body: u64,
 ) -> Result<Columns, Error> {
     let batch = message
@@ -97,7 +106,7 @@ fn read_batch(
     }
     Ok(Columns {
         rows: usize::try_from(batch.length()).unwrap_or(0),
-        input_ids: columns.0.locate(shard, batch, body)?,
-        loss_mask: columns.1.locate(shard, batch, body)?,
+        input_ids: columns.input_ids.locate(shard, batch, body)?,
+        loss_mask: columns.loss_mask.locate(shard, batch, body)?,
     })
 }

@@ -52,7 +52,13 @@ mod tests {
     fn lines(count: usize, limit: Option<usize>, seed: u64) -> Vec<usize> {
         let records = (0..count).map(|line| {
             let content = Content::Value(serde_json::Value::Null);
-            Ok(Record { path: std::path::Path::new("f").into(), line, content, bytes: 0 })
+            Ok(Record {
+                path: std::path::Path::new("f").into(),
+                line,
+                content,
+                bytes: 0,
+                file_bytes: 0,
+            })
         });
         sampled(records, limit, seed).unwrap().iter().map(|record| record.line).collect()
     }

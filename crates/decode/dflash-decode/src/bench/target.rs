@@ -11,7 +11,7 @@ use std::time::Instant;
 use dflash_kernels::decode::passes_alone;
 use dflash_settings::{BenchTargetSettings, Device};
 use dflash_target::{KvCache, PackedDecoder, Target, TargetOptions};
-use dflash_tensor::{kind_name, peak_resident_mib, place, resident_mib};
+use dflash_tensor::{DeviceKind, kind_name, peak_resident_mib, place, resident_mib};
 use serde::Serialize;
 use tch::Tensor;
 
@@ -81,14 +81,14 @@ pub fn bench_target(
     dir: &Path,
     stop: &AtomicBool,
 ) -> Result<TargetReport, Error> {
-    let (device, dtype) = place(Device::Cpu, settings.dtype, 0)?;
+    let DeviceKind { device, kind: dtype } = place(Device::Cpu, settings.dtype, 0)?;
     let before_mib = resident_mib().unwrap_or_default();
     let begun = Instant::now();
     let target = Target::load(dir, &TargetOptions { device, dtype })?;
     let few = target.packed_decoder().ok_or_else(|| Error::NotPacked { path: dir.into() })?;
     let load_s = begun.elapsed().as_secs_f64();
     let (resident, peak) = (resident_mib(), peak_resident_mib());
-    let mut steps = Steps::new((&target, few), settings, stop);
+    let mut steps = Steps::new(&target, few, settings, stop);
     let timed: Vec<(usize, f64, usize)> =
         settings.contexts.iter().map(|&context| steps.behind(context)).collect::<Result<_, _>>()?;
     let prompts = settings.prompts.iter().map(|&tokens| steps.prompt(tokens));
@@ -126,7 +126,8 @@ struct Steps<'a> {
 
 impl<'a> Steps<'a> {
     fn new(
-        (target, few): (&'a Target, &'a PackedDecoder),
+        target: &'a Target,
+        few: &'a PackedDecoder,
         settings: &'a BenchTargetSettings,
         stop: &'a AtomicBool,
     ) -> Self {

@@ -157,7 +157,8 @@ impl Lengths {
         &mut self,
         own: &mut Acceptance,
         choice: &Choice,
-        (proposed, accepted): (usize, usize),
+        proposed: usize,
+        accepted: usize,
     ) {
         self.credit += choice.saving * accepted as f64;
         let kept = if proposed > 0 { KEPT_OWN } else { KEPT_IDLE };
@@ -477,7 +478,7 @@ mod tests {
                     let rate = rates[choice.at];
                     let accepted = (0..choice.proposals).take_while(|_| uniform() < rate).count();
                     tokens += 1.0 + accepted as f64;
-                    lengths.verified(&mut own[choice.at], choice, (choice.proposals, accepted));
+                    lengths.verified(&mut own[choice.at], choice, choice.proposals, accepted);
                 }
                 last = choices.iter().map(|choice| choice.proposals).collect();
             }
@@ -539,7 +540,7 @@ mod tests {
             lengths.timed(machine.cost(&choices));
             let proposals = choices[0].proposals;
             let accepted = if (100..300).contains(&step) { 0 } else { proposals };
-            lengths.verified(&mut own, &choices[0], (proposals, accepted));
+            lengths.verified(&mut own, &choices[0], proposals, accepted);
             chosen.push(proposals);
         }
         let mean = |steps: std::ops::Range<usize>| {

@@ -86,7 +86,8 @@ impl<'a> Packed<'a> {
         &mut self,
         sequences: &mut [Sequence],
         plans: &mut [Plan],
-        (target, proposer): (&Target, &Proposer<'_>),
+        target: &Target,
+        proposer: &Proposer<'_>,
     ) -> (Vec<Output>, Cost) {
         let began = Instant::now();
         let drafting = plans.iter().filter(|plan| plan.drafted > 0).count();
@@ -100,7 +101,7 @@ impl<'a> Packed<'a> {
         while !rest.is_empty() {
             let (group, others) = rest.split_at_mut(group_length(rest.iter().map(Plan::rows)));
             rest = others;
-            self.verify(sequences, group, (target, proposer), &mut outputs);
+            self.verify(sequences, group, target, proposer, &mut outputs);
         }
         let verified = Instant::now();
         let overdue = |sequence: &Sequence| self.pending(sequence) >= MOST;
@@ -232,7 +233,8 @@ impl<'a> Packed<'a> {
         &mut self,
         sequences: &mut [Sequence],
         plans: &[Plan],
-        (target, proposer): (&Target, &Proposer<'_>),
+        target: &Target,
+        proposer: &Proposer<'_>,
         outputs: &mut Vec<Output>,
     ) {
         let rows = plans.iter().map(|plan| plan.ids.len()).sum::<usize>();
@@ -244,7 +246,7 @@ impl<'a> Packed<'a> {
             end += plan.ids.len();
             let sequence = &mut sequences[plan.at];
             before.push(sequence.cache.len());
-            sequence.make_room(plan.ids.len(), (target, proposer.draft()));
+            sequence.make_room(plan.ids.len(), target, proposer.draft());
         }
         let x = &mut self.x[..rows * self.hidden];
         let mut wanted = plans.iter().peekable();

@@ -83,8 +83,10 @@ impl Prefixes {
     pub(super) fn insert(
         &mut self,
         tokens: &[i64],
-        (cache, context): (&KvCache, Option<&ContextCache>),
-        (target, draft): (&Target, Option<&Draft>),
+        cache: &KvCache,
+        context: Option<&ContextCache>,
+        target: &Target,
+        draft: Option<&Draft>,
     ) {
         let rows = tokens.len();
         if self.most_bytes == 0 || rows < LEAST_REUSE {

@@ -61,7 +61,8 @@ impl Sequence {
         id: SequenceId,
         mut request: Request,
         target: &Target,
-        (cache, context): (KvCache, Option<ContextCache>),
+        cache: KvCache,
+        context: Option<ContextCache>,
     ) -> Self {
         let tokens = std::mem::take(&mut request.prompt);
 
@@ -70,7 +71,8 @@ impl Sequence {
             id,
             sampler: Sampler::new(request.sampling, request.seed),
             adjuster: Adjuster::new(
-                (std::mem::take(&mut request.adjustments), request.grammar.take()),
+                std::mem::take(&mut request.adjustments),
+                request.grammar.take(),
                 &tokens,
                 &request.stop_ids,
             ),
@@ -206,7 +208,7 @@ impl Sequence {
     }
 
     /// Makes room for `tokens` more in both caches.
-    pub(super) fn make_room(&mut self, tokens: usize, (target, draft): (&Target, Option<&Draft>)) {
+    pub(super) fn make_room(&mut self, tokens: usize, target: &Target, draft: Option<&Draft>) {
         let (held, needed) = (self.cache.len(), self.cache.len() + tokens);
         if needed <= self.cache.capacity() {
             return;

@@ -50,24 +50,26 @@ impl Turn {
 /// On a GPU the draft's time is included in the verification's, which waits for it.
 pub(super) fn step(
     sequences: &mut [Sequence],
-    (plans, prompts): (&[Plan], Vec<Turn>),
-    (target, proposer): (&Target, &Proposer<'_>),
+    plans: &[Plan],
+    prompts: Vec<Turn>,
+    target: &Target,
+    proposer: &Proposer<'_>,
 ) -> (Vec<Output>, Cost) {
     let began = Instant::now();
-    let mut turns = drafted(sequences, plans, (target, proposer));
+    let mut turns = drafted(sequences, plans, target, proposer);
     let draft = began.elapsed().as_secs_f64();
     turns.extend(prompts);
     // In sequence order, in which the caches are borrowed.
     turns.sort_by_key(|turn| turn.at);
     let before: Vec<usize> = turns.iter().map(|turn| sequences[turn.at].cache.len()).collect();
-    let output = run(sequences, &turns, (target, proposer));
+    let output = run(sequences, &turns, target, proposer);
     for ((turn, end), &before) in turns.iter().zip(ends(&turns)).zip(&before) {
         let tokens = turn.tokens() as i64;
         let states_th = output.hidden_td.narrow(0, end - tokens, tokens);
         sequences[turn.at].read_prompt(&states_th, before, target);
     }
-    let (outputs, kept) = verify(sequences, &turns, (&output, target));
-    keep(sequences, &turns, &before, (&output, &kept), proposer);
+    let (outputs, kept) = verify(sequences, &turns, &output, target);
+    keep(sequences, &turns, &before, &output, &kept, proposer);
     let cost = Cost {
         rows: plans.iter().map(Plan::rows).sum(),
         drafting: plans.iter().filter(|plan| plan.drafted > 0).count(),
@@ -81,7 +83,8 @@ pub(super) fn step(
 fn drafted(
     sequences: &[Sequence],
     plans: &[Plan],
-    (target, proposer): (&Target, &Proposer<'_>),
+    target: &Target,
+    proposer: &Proposer<'_>,
 ) -> Vec<Turn> {
     let drafting: Vec<&Plan> = plans.iter().filter(|plan| plan.drafted > 0).collect();
     let mut proposals = match proposer.drafter().filter(|_| !drafting.is_empty()) {
@@ -140,7 +143,8 @@ fn propose(
 fn run(
     sequences: &mut [Sequence],
     turns: &[Turn],
-    (target, proposer): (&Target, &Proposer<'_>),
+    target: &Target,
+    proposer: &Proposer<'_>,
 ) -> CachedOutput {
     let draft = proposer.draft();
     let ids_t: Vec<&Tensor> = turns.iter().map(|turn| &turn.ids_t).collect();
@@ -148,7 +152,7 @@ fn run(
     let mut turns = turns.iter().peekable();
     for (at, sequence) in sequences.iter_mut().enumerate() {
         let Some(turn) = turns.next_if(|turn| turn.at == at) else { continue };
-        sequence.make_room(turn.tokens(), (target, draft));
+        sequence.make_room(turn.tokens(), target, draft);
         parts.push(SequencePart { cache: &mut sequence.cache, tokens: turn.tokens() });
     }
     let aux_layers = draft.map_or(&[][..], |draft| &draft.config().target_layer_ids);
@@ -159,7 +163,8 @@ fn run(
 fn verify(
     sequences: &mut [Sequence],
     turns: &[Turn],
-    (output, target): (&CachedOutput, &Target),
+    output: &CachedOutput,
+    target: &Target,
 ) -> (Vec<Output>, Vec<usize>) {
     let wanted: Vec<i64> =
         ends(turns).zip(turns).flat_map(|(end, turn)| end - turn.rows as i64..end).collect();
@@ -201,7 +206,8 @@ fn keep(
     sequences: &mut [Sequence],
     turns: &[Turn],
     before: &[usize],
-    (output, kept): (&CachedOutput, &[usize]),
+    output: &CachedOutput,
+    kept: &[usize],
     proposer: &Proposer<'_>,
 ) {
     let mut rows: Vec<i64> = Vec::new();

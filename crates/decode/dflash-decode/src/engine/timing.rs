@@ -25,10 +25,10 @@ impl Engine<'_> {
         let limits = Limits { max_new_tokens: tokens + 1, stop_ids: Vec::new() };
         let request = Request::new(&[0], &limits, Sampling::GREEDY, 0);
         let began = Instant::now();
-        let caches = self.new_caches(&request);
+        let (cache, context) = self.new_caches(&request);
         let id = SequenceId::numbered(self.next_id);
         self.next_id += 1;
-        self.sequences.push(Sequence::new(id, request, self.target, caches));
+        self.sequences.push(Sequence::new(id, request, self.target, cache, context));
         self.step()?;
         let timed = catch_oom(|| {
             no_grad(|| {

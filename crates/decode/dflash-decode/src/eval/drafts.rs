@@ -48,7 +48,8 @@ impl Drafts {
     /// A draft that cannot be loaded or was made for another target.
     pub(super) fn load(
         settings: &EvalSettings,
-        (target, identity): (&Target, &TargetIdentity),
+        target: &Target,
+        identity: &TargetIdentity,
         sources: &[DraftSource],
     ) -> Result<Self, Error> {
         let mut drafts: Vec<Loaded> = Vec::new();

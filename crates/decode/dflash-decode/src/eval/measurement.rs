@@ -8,13 +8,14 @@ use dflash_eval::{Answer, EvalMode, Lossless, Measured, Verification, Whole};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
+use super::RowTurn;
 use super::drafts::{DraftMode, Drafts};
 use crate::Error;
 use crate::answer::{Generation, answer};
 use crate::engine::{Engine, EngineOptions, Proposals, Request};
 use crate::limits::Limits;
 use crate::lossless::compare;
-use crate::prompts::Prompt;
+use crate::prompts::{Prompt, Room};
 use crate::sampling::Sampling;
 
 /// Tokens of the untimed first answer per mode.
@@ -44,8 +45,10 @@ struct Drafted<'a> {
 impl<'a> Measurement<'a> {
     pub(super) fn new(
         settings: &EvalSettings,
-        (target, drafts): (&'a Target, &'a Drafts),
-        (sampling, limits): (Sampling, Limits),
+        target: &'a Target,
+        drafts: &'a Drafts,
+        sampling: Sampling,
+        limits: Limits,
     ) -> Result<Self, Error> {
         let proof = sampling.is_greedy().then(|| Lossless::new(settings.tie_tolerance));
         let options = EngineOptions::one_by_one(target, Speculate::Off);
@@ -85,10 +88,10 @@ impl<'a> Measurement<'a> {
         tokenizer: &ChatTokenizer,
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let room = (self.target.config(), self.limits.max_new_tokens);
+        let room = Room { config: self.target.config(), max_new: self.limits.max_new_tokens };
         let mut turn = 0;
         prompt.dialogue(tokenizer, room, |ids| {
-            let tokens = self.answer_all((row, turn), ids, stop)?;
+            let tokens = self.answer_all(RowTurn { row, turn }, ids, stop)?;
             turn += 1;
             Ok(tokens)
         })
@@ -97,7 +100,7 @@ impl<'a> Measurement<'a> {
     /// Answers one prompt in each mode; returns the plain answer's tokens.
     fn answer_all(
         &mut self,
-        place: (usize, usize),
+        place: RowTurn,
         ids: &[i64],
         stop: &AtomicBool,
     ) -> Result<Vec<i64>, Error> {
@@ -149,7 +152,7 @@ impl<'a> Measurement<'a> {
 }
 
 fn answer_of(
-    (row, turn): (usize, usize),
+    RowTurn { row, turn }: RowTurn,
     prompt: &[i64],
     generation: &Generation,
     verification: Option<Verification>,

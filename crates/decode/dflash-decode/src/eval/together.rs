@@ -7,16 +7,16 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_chat::ChatTokenizer;
-use dflash_eval::{Answer, EvalMode, Lossless, Measured, Part, Verification, Whole, turns};
+use dflash_eval::{Answer, EvalMode, Lossless, Measured, SetPart, Verification, Whole, turns};
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_target::Target;
 
-use super::Asked;
 use super::drafts::Drafts;
+use super::{Asked, RowTurn};
 use crate::engine::{Engine, EngineOptions, Finish, Output, Proposals, Request};
 use crate::limits::{Limits, check};
 use crate::lossless::compare;
-use crate::prompts::Prompt;
+use crate::prompts::{Prompt, Room};
 use crate::sampling::Sampling;
 use crate::{Error, SequenceId};
 
@@ -42,20 +42,17 @@ struct Said {
     tokens: Vec<i64>,
 }
 
-/// (row, turn).
-type Place = (usize, usize);
-
 /// All answers of one drafter.
 #[derive(Debug, Default)]
 struct Round {
     answers: Vec<Answer>,
-    said: HashMap<Place, Said>,
-    parts: Vec<Part>,
+    said: HashMap<RowTurn, Said>,
+    parts: Vec<SetPart>,
 }
 
 /// A prompt being answered.
 struct Active {
-    place: Place,
+    place: RowTurn,
     prompt: Prompt,
     began: Instant,
     first_token_s: Option<f64>,
@@ -91,8 +88,7 @@ impl Together<'_> {
         for (number, part) in parts.into_iter().enumerate() {
             for at in turns::order(number, engines.len(), fixed) {
                 let plain = (at > 0).then(|| &rounds[0].said);
-                let round =
-                    self.round(&mut engines[at], (part.clone(), plain), (stop, &mut done))?;
+                let round = self.round(&mut engines[at], part.clone(), plain, stop, &mut done)?;
                 rounds[at].append(round);
             }
         }
@@ -128,11 +124,13 @@ impl Together<'_> {
     fn round(
         &self,
         engine: &mut Engine<'_>,
-        (rows, plain): (Range<usize>, Option<&HashMap<Place, Said>>),
-        (stop, done): (&AtomicBool, &mut dyn FnMut()),
+        rows: Range<usize>,
+        plain: Option<&HashMap<RowTurn, Said>>,
+        stop: &AtomicBool,
+        done: &mut dyn FnMut(),
     ) -> Result<Round, Error> {
-        let mut waiting: VecDeque<(Place, Prompt)> =
-            rows.map(|row| ((row, 0), self.asked.prompts[row].clone())).collect();
+        let mut waiting: VecDeque<(RowTurn, Prompt)> =
+            rows.map(|row| (RowTurn { row, turn: 0 }, self.asked.prompts[row].clone())).collect();
         let mut active: HashMap<SequenceId, Active> = HashMap::new();
         let (mut round, began) = (Round::default(), Instant::now());
         while !(waiting.is_empty() && active.is_empty()) {
@@ -156,7 +154,7 @@ impl Together<'_> {
             }
         }
         let tokens = round.answers.iter().map(|answer| answer.tokens).sum();
-        round.parts = vec![Part { tokens, seconds: began.elapsed().as_secs_f64() }];
+        round.parts = vec![SetPart { tokens, seconds: began.elapsed().as_secs_f64() }];
         Ok(round)
     }
 
@@ -164,7 +162,7 @@ impl Together<'_> {
     fn warm_up(&self, engine: &mut Engine<'_>, stop: &AtomicBool) -> Result<(), Error> {
         let tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
         for prompt in self.asked.prompts.iter().take(self.mode.concurrency) {
-            engine.add(self.request((0, 0), prompt, tokens));
+            engine.add(self.request(RowTurn { row: 0, turn: 0 }, prompt, tokens));
         }
         while !engine.is_empty() {
             check(stop)?;
@@ -173,7 +171,7 @@ impl Together<'_> {
         Ok(())
     }
 
-    fn request(&self, place: Place, prompt: &Prompt, max_new_tokens: usize) -> Request {
+    fn request(&self, place: RowTurn, prompt: &Prompt, max_new_tokens: usize) -> Request {
         let limits = Limits { max_new_tokens, ..self.limits.clone() };
         let seed = super::seed_of(self.settings.seed, place);
         Request::new(&prompt.ids, &limits, Sampling::at(self.mode.temperature), seed)
@@ -183,21 +181,21 @@ impl Together<'_> {
     fn next_turn(
         &self,
         one: &Active,
-        plain: Option<&HashMap<Place, Said>>,
-    ) -> Result<Option<(Place, Prompt)>, Error> {
+        plain: Option<&HashMap<RowTurn, Said>>,
+    ) -> Result<Option<(RowTurn, Prompt)>, Error> {
         let known = plain.and_then(|plain| plain.get(&one.place)).map(|said| &said.tokens);
         let tokenizer: &ChatTokenizer = &self.asked.tokenizer;
-        let room = (self.target.config(), self.limits.max_new_tokens);
+        let room = Room { config: self.target.config(), max_new: self.limits.max_new_tokens };
         let next = one.prompt.after(known.unwrap_or(&one.tokens), tokenizer, room)?;
-        let (row, turn) = one.place;
-        Ok(next.map(|prompt| ((row, turn + 1), prompt)))
+        let RowTurn { row, turn } = one.place;
+        Ok(next.map(|prompt| (RowTurn { row, turn: turn + 1 }, prompt)))
     }
 
     /// Compares every text with the plain one.
     fn lossless(&self, plain: &Round, drafted: &Round) -> Lossless {
         let mut lossless = Lossless::new(self.settings.tie_tolerance);
         for answer in &drafted.answers {
-            let place = (answer.row, answer.turn);
+            let place = RowTurn { row: answer.row, turn: answer.turn };
             let [plain, drafted] = [&plain.said[&place], &drafted.said[&place]];
             let texts = [plain.tokens.as_slice(), &drafted.tokens];
             let tolerance = self.settings.tie_tolerance;
@@ -208,7 +206,7 @@ impl Together<'_> {
 }
 
 impl Active {
-    fn new(place: Place, prompt: Prompt) -> Self {
+    fn new(place: RowTurn, prompt: Prompt) -> Self {
         let (tokens, accepted) = (Vec::new(), Vec::new());
         let (began, first_token_s) = (Instant::now(), None);
         Self { place, prompt, began, first_token_s, tokens, accepted, cut: false }
@@ -242,7 +240,7 @@ impl Round {
     fn record(&mut self, one: Active, proposals: usize) {
         let total_s = one.began.elapsed().as_secs_f64();
         let verification = Verification::of(&one.accepted, proposals);
-        let (row, turn) = one.place;
+        let RowTurn { row, turn } = one.place;
         self.answers.push(Answer {
             row,
             turn,

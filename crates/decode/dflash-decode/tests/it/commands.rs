@@ -24,11 +24,11 @@ const WORDS: [&str; 12] =
     ["<unk>", "<eos>", "user", "assistant", "a", "b", "c", "d", "e", "f", "g", "<mask>"];
 
 /// A directory with a target, a draft and prompts.
-pub(crate) struct Place {
+pub(crate) struct CommandDir {
     dir: tempfile::TempDir,
 }
 
-impl Place {
+impl CommandDir {
     pub(crate) fn new() -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap() };
         let (target_dir, draft_dir) = (place.path("target"), place.path("draft"));
@@ -81,7 +81,7 @@ impl Place {
             name => DraftSource::Trained { name: name.into(), dir: self.path(name) },
         };
         let sources: Vec<DraftSource> = settings.draft.iter().map(source).collect();
-        evaluate(settings, (&self.path("target"), &sources), stop)
+        evaluate(settings, &self.path("target"), &sources, stop)
     }
 
     fn regeneration(&self, data: &Path, output: &str) -> RegenerateSettings {
@@ -103,11 +103,11 @@ impl Place {
     }
 
     fn run(&self, settings: &RegenerateSettings) -> Result<RegenerateSummary, Error> {
-        self.answer(settings, &GO)
+        self.make(settings, &GO)
     }
 
     /// Regenerates from one JSON file, whose rows the command reads.
-    fn answer(
+    fn make(
         &self,
         settings: &RegenerateSettings,
         stop: &AtomicBool,
@@ -120,12 +120,12 @@ impl Place {
         let rows = dflash_chat::raw_rows(&path)?.take(settings.limit.unwrap_or(usize::MAX));
         let rows = rows.map(row).collect::<Result<Vec<_>, Error>>()?;
         let data = RegenerateData { files: vec![path.clone()], rows };
-        regenerate(settings, (&self.path("target"), DraftSource::None), data, stop)
+        regenerate(settings, &self.path("target"), DraftSource::None, data, stop)
     }
 
     fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
         let settings = self.regeneration(data, output);
-        self.answer(&settings, stop).map(|summary| summary.resumed)
+        self.make(&settings, stop).map(|summary| summary.resumed)
     }
 
     /// The rows of a regenerated file.
@@ -172,7 +172,7 @@ pub(crate) const PROMPTS: &str = r#"{"question": "a b c", "answer": "d"}
 
 #[test]
 fn eval_reports_acceptance_speed_and_the_proof() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let report = place.evaluate(&place.write("prompts.jsonl", PROMPTS)).unwrap();
     report.check().unwrap();
     // The two-turn row has two answers.
@@ -194,7 +194,7 @@ fn eval_reports_acceptance_speed_and_the_proof() {
 
 #[test]
 fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let checkpoint = Checkpoint::at(&place.path("run"), 7);
     fs::create_dir(place.path("run")).unwrap();
@@ -202,7 +202,7 @@ fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
     let settings = EvalSettings { json: None, ..place.settings(&prompts) };
     let measure = |dir: &Path| {
         let draft = DraftSource::Trained { name: "draft".into(), dir: dir.into() };
-        evaluate(&settings, (&place.path("target"), &[DraftSource::Ngram, draft]), &GO).unwrap()
+        evaluate(&settings, &place.path("target"), &[DraftSource::Ngram, draft], &GO).unwrap()
     };
     let report = measure(&checkpoint.dir);
     let kept = checkpoint.evaluations().unwrap();
@@ -233,7 +233,7 @@ fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
 
 #[test]
 fn eval_uses_the_vocabulary_of_a_pruned_draft() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let vocabulary = DraftVocabulary::new(vec![1, 4, 5, 9], WORDS.len());
     vocabulary.save(&place.path("draft")).unwrap();
@@ -252,7 +252,7 @@ fn eval_uses_the_vocabulary_of_a_pruned_draft() {
 
 #[test]
 fn a_report_of_a_changed_text_fails() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let mut report = place.evaluate(&place.write("prompts.jsonl", PROMPTS)).unwrap();
     let lossless = report.results[1].lossless.as_mut().unwrap();
     lossless.record(Some(dflash_decode::Difference {
@@ -272,7 +272,7 @@ fn a_report_of_a_changed_text_fails() {
 
 #[test]
 fn turns_build_on_the_answers_before_them() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let turns = |text: &str| {
         let report = place.evaluate(&place.write("turns.jsonl", text)).unwrap();
         (report.responses, report.tokens)
@@ -286,7 +286,7 @@ fn turns_build_on_the_answers_before_them() {
 
 #[test]
 fn rows_without_room_for_an_answer_are_counted() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let long = format!("{{\"question\": \"{}\", \"answer\": \"b\"}}\n", "a ".repeat(90));
     let data = place.write("mixed.jsonl", &format!("{PROMPTS}{long}"));
     let report = place.evaluate(&data).unwrap();
@@ -296,7 +296,7 @@ fn rows_without_room_for_an_answer_are_counted() {
 
 #[test]
 fn sampled_texts_are_not_compared_but_counted() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let run = |seed| {
         let settings = place.settings(&prompts);
@@ -313,7 +313,7 @@ fn sampled_texts_are_not_compared_but_counted() {
 
 #[test]
 fn a_stopped_evaluation_writes_nothing() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let settings = place.settings(&place.write("prompts.jsonl", PROMPTS));
     let stopped = place.evaluate_with(&settings, &AtomicBool::new(true));
     assert!(matches!(stopped, Err(Error::Interrupted)));
@@ -322,7 +322,7 @@ fn a_stopped_evaluation_writes_nothing() {
 
 #[test]
 fn prompts_that_cannot_be_used_are_named_by_line() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let message =
         |text: &str| place.evaluate(&place.write("bad.jsonl", text)).unwrap_err().to_string();
     let broken = message("{\"question\": \"a\", \"answer\": \"b\"}\n{\"question\": \n");
@@ -339,7 +339,7 @@ fn prompts_that_cannot_be_used_are_named_by_line() {
 
 #[test]
 fn regenerated_rows_are_the_targets_answers_in_order() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let data = place.write("data.jsonl", PROMPTS);
     place.regenerate(&data, "out.jsonl", &GO).unwrap();
     let text = fs::read_to_string(place.path("out.jsonl")).unwrap();
@@ -364,7 +364,7 @@ fn regenerated_rows_are_the_targets_answers_in_order() {
 
 #[test]
 fn a_stopped_regeneration_continues_where_it_was() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let data = place.write("data.jsonl", PROMPTS);
     place.regenerate(&data, "whole.jsonl", &GO).unwrap();
     let whole = fs::read_to_string(place.path("whole.jsonl")).unwrap();
@@ -386,7 +386,7 @@ fn column(row: &Value, name: &str) -> Vec<i64> {
 
 #[test]
 fn questions_alone_are_answered() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let pairs = place.write("pairs.jsonl", PROMPTS);
     let questions = place.write(
         "questions.jsonl",
@@ -404,7 +404,7 @@ fn questions_alone_are_answered() {
 
 #[test]
 fn every_answer_of_a_conversation_is_made_from_the_new_ones() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let turns = r#"{"role": "user", "content": "a b"}, {"role": "assistant", "content": "g g g"},
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "f f"}"#;
     let data = format!("{{\"messages\": [{}]}}\n", turns.replace('\n', " "));
@@ -441,7 +441,7 @@ fn every_answer_of_a_conversation_is_made_from_the_new_ones() {
 
 #[test]
 fn recorded_calls_stay_before_their_results() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let data = json!({"messages": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
@@ -457,7 +457,7 @@ fn recorded_calls_stay_before_their_results() {
 
 #[test]
 fn a_larger_limit_goes_on_where_it_was() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let data = place.write("data.jsonl", PROMPTS);
     place.regenerate(&data, "whole", &GO).unwrap();
     let run = |limit| place.run(&RegenerateSettings { limit, ..place.regeneration(&data, "out") });
@@ -478,7 +478,7 @@ fn a_larger_limit_goes_on_where_it_was() {
 
 #[test]
 fn other_settings_and_targets_are_refused_and_named() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let data = place.write("data.jsonl", PROMPTS);
     let settings = place.regeneration(&data, "out");
     place.run(&settings).unwrap();
@@ -531,7 +531,7 @@ fn other_settings_and_targets_are_refused_and_named() {
 
 #[test]
 fn a_turn_without_content_is_named() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let data =
         place.write("d.jsonl", "{\"messages\": [{\"role\": \"user\", \"contnt\": \"a\"}]}\n");
     for error in [place.regenerate(&data, "out", &GO).err(), place.evaluate(&data).err()] {
@@ -542,7 +542,7 @@ fn a_turn_without_content_is_named() {
 
 #[test]
 fn models_that_are_not_there_are_named() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     fs::remove_file(place.path("draft").join("config.json")).unwrap();
     let error = place.evaluate(&prompts).unwrap_err().to_string();

@@ -7,7 +7,7 @@ use dflash_decode::{Limits, Sampling};
 use dflash_settings::{EvalSettings, Thinking};
 use serde_json::Value;
 
-use crate::commands::{GO, PROMPTS, Place};
+use crate::commands::{CommandDir, GO, PROMPTS};
 use crate::models::{Decoder, random_target};
 
 const LIMITS: Limits = Limits { max_new_tokens: 40, stop_ids: Vec::new() };
@@ -68,7 +68,7 @@ fn sampled_look_up_keeps_the_distribution() {
 
 #[test]
 fn drafts_are_measured_side_by_side_with_plain_decoding() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let settings = EvalSettings {
         draft: drafts(&["draft", "ngram", "none"]),
@@ -114,7 +114,7 @@ fn drafts_are_measured_side_by_side_with_plain_decoding() {
 
 #[test]
 fn sets_temperatures_and_thinking_are_reported_apart() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let (one, two) = (place.write("one.jsonl", PROMPTS), place.write("two.jsonl", PROMPTS));
     let named = format!("gsm8k={}", two.display());
     let settings = EvalSettings {
@@ -138,7 +138,7 @@ fn sets_temperatures_and_thinking_are_reported_apart() {
 
 #[test]
 fn a_thinking_template_renders_other_prompts() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let config = place.path("target/tokenizer_config.json");
     let text = fs::read_to_string(&config).unwrap();
     let thinks = text.replace("assistant{%", "assistant{% if enable_thinking %} a a{% endif %}{%");
@@ -161,7 +161,7 @@ fn a_thinking_template_renders_other_prompts() {
 
 #[test]
 fn plain_decoding_alone_needs_no_draft() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let settings = EvalSettings { draft: drafts(&["none"]), ..place.settings(&prompts) };
     let report = place.evaluate_with(&settings, &GO).unwrap();
@@ -171,7 +171,7 @@ fn plain_decoding_alone_needs_no_draft() {
 
 #[test]
 fn a_second_evaluation_says_what_moved() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let first = place.settings(&prompts);
     place.evaluate_with(&first, &GO).unwrap();
@@ -200,7 +200,7 @@ fn a_second_evaluation_says_what_moved() {
 
 #[test]
 fn several_answers_at_a_time_are_those_of_one() {
-    let place = Place::new();
+    let place = CommandDir::new();
     let settings = EvalSettings {
         draft: drafts(&["draft", "ngram"]),
         concurrency: vec![1, 3],

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use crate::{Answer, Part, Verification, Whole};
+use crate::{Answer, SetPart, Verification, Whole};
 use dflash_chat::{Message, Role};
 use dflash_io::{Progress, say};
 use tokio::sync::Mutex;
@@ -64,7 +64,7 @@ impl Shown {
 pub(crate) struct Round {
     work: Arc<Work>,
     concurrency: usize,
-    parts: Vec<Part>,
+    parts: Vec<SetPart>,
     /// The server's counts for each part, if they were only read per part.
     counted: Vec<Verification>,
     /// Number of requests that the server reports as served.
@@ -140,7 +140,7 @@ impl Round {
         let seconds = began.elapsed().as_secs_f64();
         // The time of a part in which rows failed is not that of its answers.
         if work.failed.load(Ordering::Relaxed) == failed {
-            self.parts.push(Part { tokens: work.tokens().await - said, seconds });
+            self.parts.push(SetPart { tokens: work.tokens().await - said, seconds });
         }
         if let Some((before, after)) = before.zip(work.counters().await) {
             let served = after.requests.zip(before.requests);

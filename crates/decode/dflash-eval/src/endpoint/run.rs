@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::sets::{PromptSet, Rows, SetRow, locate, open_turns};
+use crate::sets::{PromptSet, SetRow, SetRows, locate, open_turns};
 use crate::{
     DraftFacts, EvalMode, EvalReport, Facts, Measured, SetFacts, check_outputs, turns, write,
 };
@@ -25,7 +25,7 @@ const STOP_POLL: Duration = Duration::from_millis(100);
 /// A set, and its questions.
 struct Asked {
     set: PromptSet,
-    rows: Rows,
+    rows: SetRows,
     dialogues: Arc<Vec<Dialogue>>,
     skipped: usize,
     failed: usize,

@@ -3,7 +3,7 @@
 use dflash_settings::Thinking;
 
 use super::*;
-use crate::figures::Part;
+use crate::figures::SetPart;
 
 pub(crate) const GREEDY: EvalMode =
     EvalMode { temperature: 0.0, thinking: Thinking::Auto, concurrency: 1 };
@@ -84,7 +84,7 @@ fn the_top_level_speed_up_is_that_of_the_results() {
     let whole = |seconds: f64| Whole {
         seconds: Some(2.0 * seconds),
         verification: None,
-        parts: vec![Part { tokens: 44, seconds }; 2],
+        parts: vec![SetPart { tokens: 44, seconds }; 2],
     };
     // Answers overlap, so the sum of their seconds gives another speed-up.
     let plain = Measured::new("s", mode, NO_DRAFT, plain.answers, whole(30.0), None, None);

@@ -24,7 +24,7 @@ pub struct NamedSet {
     pub title: &'static str,
     /// `OWNER/NAME` on the Hub.
     pub repo: &'static str,
-    pub(crate) place: Place,
+    pub(crate) place: SetLocation,
     /// Default number of rows.
     pub(crate) limit: Option<usize>,
     pub(crate) question: Question,
@@ -32,7 +32,7 @@ pub struct NamedSet {
 
 /// Where a set is in its repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum SetLocation {
     /// Configuration and split of the Hub's Parquet conversion.
     Split(&'static str, &'static str),
     /// JSONL files, of which only as many are fetched as are needed.
@@ -59,7 +59,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "gsm-8k",
         title: "GSM8K",
         repo: "openai/gsm8k",
-        place: Place::Split("main", "test"),
+        place: SetLocation::Split("main", "test"),
         limit: Some(QUESTIONS),
         question: Question::Around("", "question", STEP_BY_STEP),
     },
@@ -68,7 +68,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "math-500",
         title: "MATH-500",
         repo: "HuggingFaceH4/MATH-500",
-        place: Place::Split("default", "test"),
+        place: SetLocation::Split("default", "test"),
         limit: Some(QUESTIONS),
         question: Question::Around("", "problem", STEP_BY_STEP),
     },
@@ -77,7 +77,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "aime-24",
         title: "AIME24",
         repo: "HuggingFaceH4/aime_2024",
-        place: Place::Split("default", "train"),
+        place: SetLocation::Split("default", "train"),
         limit: None,
         question: Question::Around("", "problem", STEP_BY_STEP),
     },
@@ -86,7 +86,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "aime-25",
         title: "AIME25",
         repo: "MathArena/aime_2025",
-        place: Place::Split("default", "train"),
+        place: SetLocation::Split("default", "train"),
         limit: None,
         question: Question::Around("", "problem", STEP_BY_STEP),
     },
@@ -95,7 +95,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "human-eval",
         title: "HumanEval",
         repo: "openai/openai_humaneval",
-        place: Place::Split("openai_humaneval", "test"),
+        place: SetLocation::Split("openai_humaneval", "test"),
         limit: None,
         question: Question::Around(
             "Write a solution to the following problem and make sure that it passes the tests:\n\
@@ -109,7 +109,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "mbpp-sanitized",
         title: "MBPP",
         repo: "google-research-datasets/mbpp",
-        place: Place::Split("sanitized", "test"),
+        place: SetLocation::Split("sanitized", "test"),
         limit: Some(QUESTIONS),
         question: Question::Around("", "prompt", ""),
     },
@@ -118,7 +118,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "live-code-bench",
         title: "LiveCodeBench",
         repo: "livecodebench/code_generation_lite",
-        place: Place::Files(&[
+        place: SetLocation::Files(&[
             "test.jsonl",
             "test2.jsonl",
             "test3.jsonl",
@@ -134,7 +134,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "swe_bench",
         title: "SWE-Bench",
         repo: "princeton-nlp/SWE-bench_Lite",
-        place: Place::Split("default", "test"),
+        place: SetLocation::Split("default", "test"),
         limit: Some(QUESTIONS),
         question: Question::Around(
             "Problem Statement:\n",
@@ -147,7 +147,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "mt-bench",
         title: "MT-Bench",
         repo: "HuggingFaceH4/mt_bench_prompts",
-        place: Place::Split("default", "train"),
+        place: SetLocation::Split("default", "train"),
         limit: None,
         question: Question::Turns("prompt"),
     },
@@ -156,7 +156,7 @@ pub const SETS: [NamedSet; 10] = [
         alias: "alpaca-52k",
         title: "Alpaca",
         repo: "tatsu-lab/alpaca",
-        place: Place::Split("default", "train"),
+        place: SetLocation::Split("default", "train"),
         limit: Some(QUESTIONS),
         question: Question::Instruction,
     },

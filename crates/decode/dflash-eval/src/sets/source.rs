@@ -11,7 +11,7 @@ use parquet::file::reader::SerializedFileReader;
 use parquet::record::reader::RowIter;
 use serde_json::{Map, Value, json};
 
-use super::catalog::{NamedSet, Place, SETS};
+use super::catalog::{NamedSet, SETS, SetLocation};
 use crate::Error;
 
 /// What works where the Hub does not.
@@ -36,7 +36,7 @@ pub struct PromptSet {
 
 /// The rows of a set, and where they came from.
 #[derive(Debug)]
-pub struct Rows {
+pub struct SetRows {
     /// A file, or `OWNER/NAME` with configuration and split.
     pub source: String,
     /// The commit of the repository.
@@ -45,7 +45,7 @@ pub struct Rows {
     pub rows: Vec<SetRow>,
 }
 
-impl Rows {
+impl SetRows {
     /// Lists on stderr the columns of set `title` that prompts do not use, before hours are spent
     /// on answers.
     pub fn say_unread_columns(&self, title: &str) {
@@ -134,14 +134,19 @@ impl PromptSet {
     ///
     /// # Errors
     /// Rows that cannot be fetched or read; a row without the set's field.
-    pub fn rows(&self, hub: &Hub, limit: Option<usize>, stop: &AtomicBool) -> Result<Rows, Error> {
+    pub fn rows(
+        &self,
+        hub: &Hub,
+        limit: Option<usize>,
+        stop: &AtomicBool,
+    ) -> Result<SetRows, Error> {
         let Some(path) = &self.file else {
             let set = self.named.expect("a set without a file has a name");
             return self.fetched(set, hub, limit.or(set.limit).unwrap_or(usize::MAX), stop);
         };
         let mut rows = Vec::new();
         self.read(path, limit.unwrap_or(usize::MAX), &mut rows)?;
-        Ok(Rows { source: path.display().to_string(), revision: None, rows })
+        Ok(SetRows { source: path.display().to_string(), revision: None, rows })
     }
 
     fn fetched(
@@ -150,11 +155,11 @@ impl PromptSet {
         hub: &Hub,
         limit: usize,
         stop: &AtomicBool,
-    ) -> Result<Rows, Error> {
+    ) -> Result<SetRows, Error> {
         let mut rows = Vec::new();
         let mut revision = None;
         let source = match set.place {
-            Place::Split(config, split) => {
+            SetLocation::Split(config, split) => {
                 let wanted =
                     Split { repo: set.repo.into(), config: config.into(), split: split.into() };
                 for path in hub.split(&wanted, LOCAL_FILE, stop)? {
@@ -163,7 +168,7 @@ impl PromptSet {
                 }
                 format!("{} ({config}/{split})", set.repo)
             }
-            Place::Files(files) => {
+            SetLocation::Files(files) => {
                 for file in files {
                     if rows.len() < limit {
                         let path = hub.dataset_file(set.repo, file, stop)?;
@@ -174,7 +179,7 @@ impl PromptSet {
                 set.repo.to_owned()
             }
         };
-        Ok(Rows { source, revision, rows })
+        Ok(SetRows { source, revision, rows })
     }
 
     /// Reads a file until there are `limit` rows.

@@ -14,11 +14,11 @@ const PACE: Duration = Duration::from_millis(2);
 const ROWS: &str =
     "{\"question\": \"one\"}\n{\"turns\": [\"two\", \"three\"]}\n{\"prompt\": \"four\"}\n";
 
-struct Place {
+struct ServerDir {
     dir: tempfile::TempDir,
 }
 
-impl Place {
+impl ServerDir {
     fn new() -> Self {
         Self { dir: tempfile::tempdir().unwrap() }
     }
@@ -52,7 +52,7 @@ fn of<'a>(report: &'a EvalReport, draft: &str) -> &'a Measured {
 
 #[test]
 fn vllm_tells_tau_by_response_and_by_position() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let report = run(&place.settings(&server)).unwrap();
     let measured = of(&report, "vllm");
     assert_eq!((measured.responses, measured.tokens), (4, 4 * TOKENS));
@@ -86,7 +86,7 @@ fn sglang_and_llama_cpp_tell_tau_in_their_own_ways() {
         (Manners::LlamaCpp, "llamacpp"),
         (Manners::LlamaCppWithoutMetrics, "llamacpp"),
     ] {
-        let (place, server) = (Place::new(), FakeServer::start(manners, PACE));
+        let (place, server) = (ServerDir::new(), FakeServer::start(manners, PACE));
         let report = run(&place.settings(&server)).unwrap();
         let figures = &of(&report, kind).figures;
         assert_eq!(figures.acceptance_length, Some(2.5), "{manners:?}");
@@ -97,7 +97,7 @@ fn sglang_and_llama_cpp_tell_tau_in_their_own_ways() {
 
 #[test]
 fn several_at_a_time_are_counted_together() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let rows = "{\"question\": \"q\"}\n".repeat(12);
     let prompts = vec![place.prompts(&rows).display().to_string()];
     let settings = EvalSettings { prompts, concurrency: vec![4], ..place.settings(&server) };
@@ -115,7 +115,7 @@ fn several_at_a_time_are_counted_together() {
 
 #[test]
 fn a_plain_server_gives_the_speed_up() {
-    let place = Place::new();
+    let place = ServerDir::new();
     let pace = Duration::from_millis(8);
     let (fast, slow) =
         (FakeServer::start(Manners::Vllm, pace), FakeServer::start(Manners::Plain, pace));
@@ -129,7 +129,7 @@ fn a_plain_server_gives_the_speed_up() {
 
 #[test]
 fn two_servers_take_turns_and_their_speed_up_has_an_error() {
-    let (place, fast) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, fast) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let slow = FakeServer::start(Manners::Plain, PACE);
     let plain_endpoint = Some(slow.url.clone());
     let settings = EvalSettings { plain_endpoint, concurrency: vec![2], ..place.settings(&fast) };
@@ -151,7 +151,7 @@ fn two_servers_take_turns_and_their_speed_up_has_an_error() {
 
 #[test]
 fn ways_reach_the_server() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let settings = EvalSettings {
         temperature: vec![0.0, 1.0],
         thinking: vec![Thinking::On, Thinking::Off],
@@ -178,7 +178,7 @@ fn ways_reach_the_server() {
 
 #[test]
 fn what_is_too_long_is_skipped_and_what_breaks_off_is_an_error() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let with = |rows: &str| {
         let prompts = vec![place.prompts(rows).display().to_string()];
         let settings = place.settings(&server);
@@ -197,7 +197,7 @@ fn what_is_too_long_is_skipped_and_what_breaks_off_is_an_error() {
 
 #[test]
 fn servers_that_are_none_are_named() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let at = |url: &str| {
         let settings = EvalSettings { endpoint: Some(url.into()), ..place.settings(&server) };
         run(&settings).unwrap_err().to_string()
@@ -213,7 +213,7 @@ fn servers_that_are_none_are_named() {
 
 #[test]
 fn a_server_that_stumbles_is_asked_again() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     server.stumble("four", 2);
     let report = run(&place.settings(&server)).unwrap();
     assert_eq!((report.responses, report.sets[0].failed), (4, 0));
@@ -223,7 +223,7 @@ fn a_server_that_stumbles_is_asked_again() {
 
 #[test]
 fn what_was_answered_is_reported_and_what_was_not_is_counted() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     server.stumble("three", 99);
     let report = run(&place.settings(&server)).unwrap();
     // The first turn of its row, and the other two rows.
@@ -235,7 +235,7 @@ fn what_was_answered_is_reported_and_what_was_not_is_counted() {
 
 #[test]
 fn counters_that_start_anew_tell_nothing_of_that_answer() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     // One for the warm-up, and two of four.
     server.restart_after(3);
     let report = run(&place.settings(&server)).unwrap();
@@ -247,7 +247,7 @@ fn counters_that_start_anew_tell_nothing_of_that_answer() {
 
 #[test]
 fn what_was_not_measured_has_no_number() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Plain, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Plain, PACE));
     let report = run(&place.settings(&server)).unwrap();
     let json = serde_json::to_value(&report).unwrap();
     for key in ["acceptance_length", "acceptance_length_per_response"] {
@@ -259,7 +259,7 @@ fn what_was_not_measured_has_no_number() {
 }
 
 /// Settings for two sets of the rows of [`ROWS`], `first` and `second`.
-fn two_sets(place: &Place, server: &FakeServer) -> EvalSettings {
+fn two_sets(place: &ServerDir, server: &FakeServer) -> EvalSettings {
     let settings = place.settings(server);
     let file = &settings.prompts[0];
     EvalSettings { prompts: vec![format!("first={file}"), format!("second={file}")], ..settings }
@@ -271,7 +271,7 @@ fn answered(report: &EvalReport) -> Vec<(&str, usize, usize)> {
 
 #[test]
 fn one_stumble_anywhere_loses_nothing() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     server.stumble_at("/v1/models", 1);
     server.stumble_at("/metrics", 1);
     server.stumble("Count from one to ten", 1);
@@ -282,7 +282,7 @@ fn one_stumble_anywhere_loses_nothing() {
 
 #[test]
 fn a_warm_up_that_always_fails_does_not_keep_the_questions_from_being_asked() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     server.stumble("Count from one to ten", 99);
     let report = run(&two_sets(&place, &server)).unwrap();
     assert_eq!(answered(&report), [("first", 4, 0), ("second", 4, 0)]);
@@ -290,7 +290,7 @@ fn a_warm_up_that_always_fails_does_not_keep_the_questions_from_being_asked() {
 
 #[test]
 fn a_server_that_dies_after_the_first_set_leaves_its_report() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     // A warm-up and four questions.
     server.die_after(5);
     let json = place.dir.path().join("report.json");
@@ -315,7 +315,7 @@ fn a_server_that_dies_after_the_first_set_leaves_its_report() {
 
 #[test]
 fn a_server_that_dies_between_servers_leaves_the_other_ones_figures() {
-    let (place, fast) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, fast) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let slow = FakeServer::start(Manners::Plain, PACE);
     slow.die_after(0);
     let plain_endpoint = Some(slow.url.clone());
@@ -335,7 +335,7 @@ fn a_server_that_dies_between_servers_leaves_the_other_ones_figures() {
 
 #[test]
 fn several_at_a_time_have_no_speed_where_rows_failed() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     server.stumble("four", 99);
     let settings = EvalSettings { concurrency: vec![2], ..place.settings(&server) };
     let report = run(&settings).unwrap();
@@ -348,7 +348,7 @@ fn several_at_a_time_have_no_speed_where_rows_failed() {
 
 #[test]
 fn a_report_is_written_before_a_baseline_that_is_of_other_sets() {
-    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let (place, server) = (ServerDir::new(), FakeServer::start(Manners::Vllm, PACE));
     let path = |name: &str| Some(place.dir.path().join(name));
     let first = EvalSettings { json: path("first.json"), ..place.settings(&server) };
     run(&first).unwrap();

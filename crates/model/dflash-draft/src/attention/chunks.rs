@@ -11,10 +11,10 @@
 
 use std::ops::Range;
 
-use dflash_tensor::fused::{self, HeadOrder};
+use dflash_tensor::fused::{self, HeadOrder, PartialAttention};
 use tch::Tensor;
 
-use super::part::{Part, Query};
+use super::part::{AttentionPart, Query};
 use super::plan::{BlockPlan, Segment, Visibility};
 use super::{Attended, AttentionGradient, AttentionShape, HIDDEN, KeyValue, mask_tensor};
 
@@ -43,7 +43,7 @@ impl KeyValue {
 pub(super) struct ChunkAttention {
     block_size: i64,
     queries_per_kv: i64,
-    part: Part,
+    part: AttentionPart,
     own_mask: Option<Tensor>,
     chunks: Vec<Chunk>,
 }
@@ -181,7 +181,8 @@ impl ChunkAttention {
     fn merge(&self, merged: &Attended, chunk: &Chunk, out: &Tensor, lse: &Tensor) {
         let merged_out = self.fold_chunk(&merged.out_jngd, chunk);
         let merged_lse = self.fold_lse(&merged.lse_jng, chunk);
-        fused::merge((&merged_out, &merged_lse), (out, lse), self.part.kernels);
+        let merged = PartialAttention { out: &merged_out, lse: &merged_lse };
+        fused::merge(merged, PartialAttention { out, lse }, self.part.kernels);
     }
 }
 

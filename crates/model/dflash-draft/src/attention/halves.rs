@@ -38,20 +38,20 @@ struct Own {
 /// A call of rectangles that are disjoint in queries and in keys.
 #[derive(Debug)]
 struct Level {
-    slots: Rows,
-    context: Rows,
+    slots: RowSet,
+    context: RowSet,
     call: Call,
 }
 
 #[derive(Debug)]
-enum Rows {
+enum RowSet {
     /// First row and count.
     Span(i64, i64),
     /// Row numbers, int64, ascending.
     Listed(Tensor),
 }
 
-impl Rows {
+impl RowSet {
     /// The selected rows of `x` in dimension `dim`; a view for a span.
     fn take(&self, x: &Tensor, dim: i64) -> Tensor {
         match self {
@@ -112,11 +112,11 @@ struct Merged {
 }
 
 impl Merged {
-    fn add(&self, rows: &Rows, out: &Tensor, lse: &Tensor) {
+    fn add(&self, rows: &RowSet, out: &Tensor, lse: &Tensor) {
         let (mut merged, old) = (rows.take(&self.out, 0), rows.take(&self.lse, 1));
         let share = (lse - &old).sigmoid().tr().unsqueeze(-1);
         let _ = merged.lerp_tensor_(&out.to_kind(merged.kind()), &share);
-        if let Rows::Listed(_) = rows {
+        if let RowSet::Listed(_) = rows {
             rows.put(&self.out, 0, &merged);
         }
         rows.put(&self.lse, 1, &old.logaddexp(lse));
@@ -299,10 +299,10 @@ impl RowPlan {
         if self.span().is_some() { &[] } else { &self.list }
     }
 
-    fn on_device(&self, listed: Tensor) -> Rows {
+    fn on_device(&self, listed: Tensor) -> RowSet {
         match self.span() {
-            Some(span) => Rows::Span(span.start as i64, span.len() as i64),
-            None => Rows::Listed(listed),
+            Some(span) => RowSet::Span(span.start as i64, span.len() as i64),
+            None => RowSet::Listed(listed),
         }
     }
 }
@@ -401,7 +401,7 @@ mod tests {
         HalvesAttention::new(plan, &case.visibility, &shape)
     }
 
-    impl Rows {
+    impl RowSet {
         fn numbers(&self) -> Vec<i64> {
             match self {
                 Self::Span(start, length) => (*start..start + length).collect(),

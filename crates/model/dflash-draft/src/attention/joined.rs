@@ -22,7 +22,7 @@ pub(super) struct JoinedAttention {
     runner: Runner,
     own: Call,
     /// Rows of the own call's keys; `None` if no block has an edge.
-    own_keys: Option<Rows>,
+    own_keys: Option<CallRows>,
     levels: Vec<Level>,
     tables: Tables,
     block_size: i64,
@@ -32,20 +32,20 @@ pub(super) struct JoinedAttention {
 
 #[derive(Debug)]
 struct Level {
-    slots: Rows,
-    context: Rows,
+    slots: CallRows,
+    context: CallRows,
     call: Call,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Rows {
+enum CallRows {
     /// First row and count, in the original tensor.
     Lying(i64, i64),
     /// First row and count, in the gathered tensor.
     Copied(i64, i64),
 }
 
-impl Rows {
+impl CallRows {
     fn of(self, lying: &Tensor, copied: &Tensor) -> Tensor {
         match self {
             Self::Lying(start, length) => lying.narrow(0, start, length),
@@ -80,22 +80,22 @@ struct Lists {
 
 impl Lists {
     /// The rows of a call, gathered unless they are a single span.
-    fn rows(list: &mut Vec<i32>, plan: &RowPlan) -> Rows {
+    fn rows(list: &mut Vec<i32>, plan: &RowPlan) -> CallRows {
         match plan.span() {
-            Some(span) => Rows::Lying(span.start as i64, span.len() as i64),
+            Some(span) => CallRows::Lying(span.start as i64, span.len() as i64),
             None => Self::copied(list, plan.rows()),
         }
     }
 
-    fn copied(list: &mut Vec<i32>, rows: &[i64]) -> Rows {
+    fn copied(list: &mut Vec<i32>, rows: &[i64]) -> CallRows {
         let start = list.len() as i64;
         list.extend(rows.iter().map(|&row| index(row)));
-        Rows::Copied(start, rows.len() as i64)
+        CallRows::Copied(start, rows.len() as i64)
     }
 
-    fn slots(&mut self, plan: &RowPlan) -> Rows {
+    fn slots(&mut self, plan: &RowPlan) -> CallRows {
         let rows = Self::rows(&mut self.slots, plan);
-        if let Rows::Copied(start, _) = rows {
+        if let CallRows::Copied(start, _) = rows {
             self.calls.push(index(start));
         }
         rows
@@ -148,7 +148,7 @@ impl JoinedAttention {
             key_places: next(),
         };
         let own = Call::new(&own.lengths, next(), next(), shape);
-        let mut level = |(level, (slots, context)): (&LevelPlan, (Rows, Rows))| Level {
+        let mut level = |(level, (slots, context)): (&LevelPlan, (CallRows, CallRows))| Level {
             slots,
             context,
             call: Call::new(&level.lengths, next(), next(), shape),
@@ -171,7 +171,7 @@ impl JoinedAttention {
         let (context, own) = (dense_rows(context), dense_rows(own));
         let copied = self.gather(&[&q], None, &context, &own);
         let keys = self.own_rows(&own, &copied);
-        let part = |(out, lse): (Tensor, Tensor)| gpu::Part {
+        let part = |(out, lse): (Tensor, Tensor)| gpu::CallResult {
             out: out.contiguous(),
             lse: lse.contiguous(),
         };
@@ -205,13 +205,13 @@ impl JoinedAttention {
         let (context, own) = (dense_rows(context), dense_rows(own));
         let copied = self.gather(&[&q, &out, &dout], Some(&lse), &context, &own);
         let keys = self.own_rows(&own, &copied);
-        let results = |slots: Rows| match slots {
-            Rows::Lying(start, length) => Results {
+        let results = |slots: CallRows| match slots {
+            CallRows::Lying(start, length) => Results {
                 out: out.narrow(0, start, length),
                 lse: lse.narrow(1, start, length).contiguous(),
                 dout: dout.narrow(0, start, length),
             },
-            Rows::Copied(start, length) => Results {
+            CallRows::Copied(start, length) => Results {
                 out: copied.slots[1].narrow(0, start, length),
                 lse: copied.lse_of(start, length),
                 dout: copied.slots[2].narrow(0, start, length),
@@ -222,7 +222,7 @@ impl JoinedAttention {
             let [dq, dk, dv] = [gradient.dq, gradient.dk, gradient.dv].map(|d| d.contiguous());
             PartGradient { dq, dk, dv }
         };
-        let all = Rows::Lying(0, q.size()[0]);
+        let all = CallRows::Lying(0, q.size()[0]);
         let mut parts = vec![part(&self.own, &results(all), &q, &keys)];
         for level in &self.levels {
             let keys = level.keys(&context, &copied);
@@ -259,7 +259,7 @@ impl JoinedAttention {
     }
 
     fn own_rows(&self, own: &KeyRows, copied: &Gathered) -> KeyRows {
-        let lying = Rows::Lying(0, own.k.size()[0]);
+        let lying = CallRows::Lying(0, own.k.size()[0]);
         key_rows(self.own_keys.unwrap_or(lying), own, copied)
     }
 }
@@ -279,7 +279,7 @@ fn dense_rows(x: &KeyValue) -> KeyRows {
     })
 }
 
-fn key_rows(rows: Rows, lying: &KeyRows, copied: &Gathered) -> KeyRows {
+fn key_rows(rows: CallRows, lying: &KeyRows, copied: &Gathered) -> KeyRows {
     let [k, v] = &copied.keys;
     KeyRows { k: rows.of(&lying.k, k), v: rows.of(&lying.v, v) }
 }

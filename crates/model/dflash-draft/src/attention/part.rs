@@ -11,7 +11,7 @@ use tch::Tensor;
 
 /// Parameters common to all parts of one attention.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct AttentionPart {
     pub(super) scale: f64,
     pub(super) kernels: Kernels,
 }
@@ -29,7 +29,7 @@ pub(super) struct Query {
     pub(super) dout: Tensor,
 }
 
-impl Part {
+impl AttentionPart {
     /// Attention of `q` [batch, heads, rows, D] over `k`, `v` [batch, heads, columns, D] with an
     /// additive `mask` that broadcasts to [batch, heads, rows, columns].
     ///

@@ -16,7 +16,7 @@ use dflash_tensor::ops::accumulate_kind;
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward};
 use tch::{Device, Kind, Tensor};
 
-use super::part::{Part, Query};
+use super::part::{AttentionPart, Query};
 use super::{AttentionShape, HIDDEN, mask_tensor};
 
 /// Sequence lengths of a call before they are copied to a device.
@@ -158,7 +158,7 @@ pub(super) struct Results {
 pub(super) struct Call {
     pub(super) sequences: Sequences,
     backend: Backend,
-    part: Part,
+    part: AttentionPart,
 }
 
 #[derive(Debug)]
@@ -291,9 +291,9 @@ impl Call {
 /// The implementation for a run. Half precision does not use libtorch's CPU flash attention, which
 /// sums the keys' gradients in half precision: over as many queries as a rectangle has, sums stop
 /// growing.
-fn part(shape: &AttentionShape) -> Part {
+fn part(shape: &AttentionShape) -> AttentionPart {
     match shape.kind {
-        Kind::Half | Kind::BFloat16 => Part { kernels: Kernels::Portable, ..shape.part() },
+        Kind::Half | Kind::BFloat16 => AttentionPart { kernels: Kernels::Portable, ..shape.part() },
         _ => shape.part(),
     }
 }

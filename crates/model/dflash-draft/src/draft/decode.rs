@@ -198,7 +198,7 @@ impl Draft {
         let positions: Vec<i64> = (0..rows).collect();
         let rope = self.tables(&positions);
         let packed_cache =
-            self.packed_decoder().map(|few| few.stack.new_cache((&rope.cos_td, &rope.sin_td)));
+            self.packed_decoder().map(|few| few.stack.new_cache(&rope.cos_td, &rope.sin_td));
         let layer = |index: usize| match &packed_cache {
             None => (empty(), empty()),
             Some(held) => (held.keys(index), held.values(index)),
@@ -239,7 +239,7 @@ impl Draft {
                 Some(kv_all) => plus(kv_all.narrow(1, index as i64 * width, width), bias),
                 None => projection(&context, &layer.kv, bias),
             };
-            self.keep_context(layer, &kv, (&rope, [k, v].map(|x| x.narrow(1, cache.length, rows))));
+            self.keep_context(layer, &kv, &rope, [k, v].map(|x| x.narrow(1, cache.length, rows)));
         }
         cache.length += rows;
     }
@@ -249,9 +249,10 @@ impl Draft {
         &self,
         layer: &LayerViews,
         kv: &Tensor,
-        (rope, room): (&RotaryTables, [Tensor; 2]),
+        rope: &RotaryTables,
+        room: [Tensor; 2],
     ) {
-        if let Some(projected) = self.projected(kv, (None, &layer.k_norm), rope) {
+        if let Some(projected) = self.projected(kv, None, &layer.k_norm, rope) {
             let [key, value] = room.each_ref().map(|x_jtd| x_jtd.transpose(0, 1));
             projected.to(kv, KeyRoom { key: &key, value: Some(&value) });
             return;
@@ -289,7 +290,7 @@ impl Draft {
         let mut x = block_bh.shallow_clone();
         let mut shared = Shared::default();
         for (index, layer) in self.views.layers.iter().enumerate() {
-            x = self.decode_layer(layer, (cache, index), &x, (&rope, &mut shared));
+            x = self.decode_layer(layer, cache, index, &x, &rope, &mut shared);
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -297,15 +298,16 @@ impl Draft {
     fn decode_layer(
         &self,
         layer: &LayerViews,
-        (cache, index): (&ContextCache, usize),
+        cache: &ContextCache,
+        index: usize,
         x: &Tensor,
-        (rope, shared): (&RotaryTables, &mut Shared),
+        rope: &RotaryTables,
+        shared: &mut Shared,
     ) -> Tensor {
         let slots = x.size()[0];
         let weights = &self.decode_weights().layers[index];
         let qkv = self.decode_qkv(layer, weights, x);
-        let norms = (Some(&layer.q_norm), &layer.k_norm);
-        let q_jngd = match self.projected(&qkv, norms, rope) {
+        let q_jngd = match self.projected(&qkv, Some(&layer.q_norm), &layer.k_norm, rope) {
             Some(projected) => {
                 let (k, v) = &cache.layers[index];
                 let [key, value] = [k, v].map(|x| x.narrow(1, cache.length, slots).transpose(0, 1));
@@ -316,11 +318,11 @@ impl Draft {
             }
             None => {
                 let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
-                cache.write(index, &own, (0, slots));
+                cache.write(index, &own, 0, slots);
                 q_jngd
             }
         };
-        let out = self.attend_cached((cache, index), &q_jngd, shared);
+        let out = self.attend_cached(cache, index, &q_jngd, shared);
         self.decode_output(layer, weights, x, &out)
     }
 
@@ -328,7 +330,8 @@ impl Draft {
     /// whose keys and values follow it in the cache: [B', heads * D].
     fn attend_cached(
         &self,
-        (cache, index): (&ContextCache, usize),
+        cache: &ContextCache,
+        index: usize,
         q_jngd: &Tensor,
         shared: &mut Shared,
     ) -> Tensor {

@@ -156,8 +156,8 @@ impl Draft {
         let mut x_nh = input.slots_nh.shallow_clone();
         let mut layers = Vec::with_capacity(self.views.layers.len());
         for (index, layer) in self.views.layers.iter().enumerate() {
-            let place = (input.attention(self, index), input, &context_ch);
-            let activations = self.layer_activations(layer, &x_nh, place);
+            let attention = input.attention(self, index);
+            let activations = self.layer_activations(layer, &x_nh, attention, input, &context_ch);
             let _part = trace::part("mlp");
             let activated = fused::swiglu(&activations.gate_up, self.kernels);
             let output = activations.middle_nh.addmm(&activated, &layer.down.tr());
@@ -174,7 +174,9 @@ impl Draft {
         &self,
         layer: &LayerViews,
         x_nh: &Tensor,
-        (attention, input, context_ch): (&BlockAttention, &PackedInput, &Tensor),
+        attention: &BlockAttention,
+        input: &PackedInput,
+        context_ch: &Tensor,
     ) -> Activations {
         let part = trace::part("projections");
         let biases = layer.biases.as_ref();
@@ -210,7 +212,8 @@ impl Draft {
         dhidden_nh: Tensor,
         input: &PackedInput,
         saved: Saved,
-        (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
+        gradients: &DraftViews,
+        finished: &mut dyn FnMut(usize),
     ) {
         let trunk = self.layout.trunk_buckets();
         (trunk..self.layout.buckets().len()).rev().for_each(&mut *finished);
@@ -262,13 +265,13 @@ impl LayerPass<'_> {
     fn backward(&self, dy_nh: &Tensor, saved: LayerSaved, dcontext_ch: &mut Tensor) -> Tensor {
         let LayerSaved { input_nh, activations } = saved;
         let activations = activations.unwrap_or_else(|| {
-            let place = (self.attention, self.input, self.context_ch);
-            self.draft.layer_activations(self.layer, &input_nh, place)
+            let Self { draft, layer, attention, input, context_ch, .. } = *self;
+            draft.layer_activations(layer, &input_nh, attention, input, context_ch)
         });
         let Activations { qkv, context_kv, attended, middle_nh, gate_up } = activations;
         let dmiddle_nh = self.mlp_backward(dy_nh, &middle_nh, gate_up);
         let dout_jngd = self.output_backward(&dmiddle_nh, &attended);
-        let dqkv = self.attention_backward(&dout_jngd, &attended, (qkv, context_kv), dcontext_ch);
+        let dqkv = self.attention_backward(&dout_jngd, &attended, qkv, context_kv, dcontext_ch);
         let _part = trace::part("projections");
         let (dx_nh, normed) = self.draft.norm(&self.layer.input_norm).backward_again(
             dqkv.matmul(&self.layer.qkv),
@@ -324,7 +327,8 @@ impl LayerPass<'_> {
         &self,
         dout_jngd: &Tensor,
         attended: &Attended,
-        (qkv, context_kv): (Tensor, Tensor),
+        qkv: Tensor,
+        context_kv: Tensor,
         dcontext_ch: &mut Tensor,
     ) -> Tensor {
         let _part = trace::part("projections");
@@ -348,8 +352,8 @@ impl LayerPass<'_> {
     /// Overwrites the slots' fused projection with its gradient.
     fn slots_backward(&self, d: &AttentionGradient, qkv: &Tensor) {
         let (draft, input, gradient) = (self.draft, self.input, self.gradient);
-        let norms = (Some(&self.layer.q_norm), &self.layer.k_norm);
-        if let Some(projected) = draft.projected(qkv, norms, &input.slot_rope) {
+        let (q_norm, k_norm) = (Some(&self.layer.q_norm), &self.layer.k_norm);
+        if let Some(projected) = draft.projected(qkv, q_norm, k_norm, &input.slot_rope) {
             let (dq, KeyValue { k_jtd, v_jtd }) = (Some(&d.dq_jngd), &d.own);
             return projected.backward(qkv, dq, k_jtd, v_jtd, &gradient.q_norm, &gradient.k_norm);
         }
@@ -367,7 +371,7 @@ impl LayerPass<'_> {
 
     /// Overwrites raw keys and values [T, 2*kv_width] with their gradient.
     fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables) {
-        if let Some(projected) = self.draft.projected(raw, (None, &self.layer.k_norm), rope) {
+        if let Some(projected) = self.draft.projected(raw, None, &self.layer.k_norm, rope) {
             let (q_norm, k_norm) = (&self.gradient.q_norm, &self.gradient.k_norm);
             return projected.backward(raw, None, &d.k_jtd, &d.v_jtd, q_norm, k_norm);
         }

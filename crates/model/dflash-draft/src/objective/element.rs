@@ -54,12 +54,13 @@ impl ChunkOutput {
 /// Cross-entropy on the data's tokens, computed in the logits' memory.
 pub(super) fn data_cross_entropy(
     input: ChunkInput,
-    (coefficient, weigh): (f64, impl FnOnce(&Tensor) -> Tensor),
+    coefficient: f64,
+    weigh: impl FnOnce(&Tensor) -> Tensor,
     kernels: Kernels,
 ) -> ChunkOutput {
     let ChunkInput { logits_mv: mut dlogits_mv, tokens_m, .. } = input;
     if let Some(runner) = kernels.gpu(&dlogits_mv) {
-        return gpu_cross_entropy((runner, dlogits_mv), &tokens_m, coefficient, weigh);
+        return gpu_cross_entropy(runner, dlogits_mv, &tokens_m, coefficient, weigh);
     }
     if !kernels.take(&dlogits_mv) {
         return portable_cross_entropy(dlogits_mv, &tokens_m, coefficient, weigh);
@@ -77,7 +78,8 @@ pub(super) fn data_cross_entropy(
 
 /// [`portable_cross_entropy`] in the logits' own type: two reads and one write of the logits.
 fn gpu_cross_entropy(
-    (runner, mut logits_mv): (Runner, Tensor),
+    runner: Runner,
+    mut logits_mv: Tensor,
     tokens_m: &Tensor,
     coefficient: f64,
     weigh: impl FnOnce(&Tensor) -> Tensor,

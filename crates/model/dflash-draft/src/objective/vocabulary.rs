@@ -50,8 +50,8 @@ impl DraftVocabulary {
     }
 
     fn read(file: &TensorFile, path: &Path) -> Result<Self> {
-        let offsets = list(file, path, ("d2t", Kind::Int64))?;
-        let stored = list(file, path, ("t2d", Kind::Bool))?;
+        let offsets = list(file, path, "d2t", Kind::Int64)?;
+        let stored = list(file, path, "t2d", Kind::Bool)?;
         let selected: Vec<i64> = offsets.iter().zip(0..).map(|(offset, id)| offset + id).collect();
         let refuse = |key, found: &str, expected| {
             dflash_formats::Error::config(path, key, found, expected).into()
@@ -110,7 +110,7 @@ impl DraftVocabulary {
 }
 
 /// The one-dimensional tensor `name` of `kind` as numbers.
-fn list(file: &TensorFile, path: &Path, (name, kind): (&str, Kind)) -> Result<Vec<i64>> {
+fn list(file: &TensorFile, path: &Path, name: &str, kind: Kind) -> Result<Vec<i64>> {
     let tensor = file.any_tensor(name)?;
     if tensor.dim() != 1 || tensor.kind() != kind {
         let found =

@@ -4,7 +4,7 @@ use dflash_draft::objective::{
     Confidence, Denominator, ElementLoss, LabelSource, MASKED_SLOTS_EPSILON, Objective, Weighting,
 };
 
-pub(crate) type Rows = Vec<Vec<f64>>;
+pub(crate) type Matrix = Vec<Vec<f64>>;
 
 /// A slot that carries loss.
 pub(crate) struct Slot {
@@ -21,9 +21,9 @@ pub(crate) struct Slot {
 pub(crate) struct Reference {
     pub(crate) block_size: usize,
     pub(crate) slots: Vec<Slot>,
-    pub(crate) head: Rows,
+    pub(crate) head: Matrix,
     /// The target's normed hidden states.
-    pub(crate) target: Rows,
+    pub(crate) target: Matrix,
     /// Blocks with a supervised slot.
     pub(crate) blocks: usize,
 }
@@ -71,7 +71,7 @@ impl Distributions {
     }
 }
 
-fn softmax(hidden: &[f64], head: &Rows) -> Vec<f64> {
+fn softmax(hidden: &[f64], head: &Matrix) -> Vec<f64> {
     let logit = |row: &Vec<f64>| -> f64 { row.iter().zip(hidden).map(|(w, h)| w * h).sum() };
     let exponentials: Vec<f64> = head.iter().map(|row| logit(row).exp()).collect();
     let total: f64 = exponentials.iter().sum();

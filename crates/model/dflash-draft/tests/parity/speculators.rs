@@ -99,7 +99,7 @@ impl Case {
         let (flat, views): (Tensor, DraftViews) = self.draft.zero_gradients();
         let mut finished = Vec::new();
         let mut finish = |bucket: usize| finished.push(bucket);
-        self.draft.backward(dhidden, &self.input, saved, (&views, &mut finish));
+        self.draft.backward(dhidden, &self.input, saved, &views, &mut finish);
         let buckets = self.draft.layout().buckets().len();
         assert_eq!(finished, (0..buckets).rev().collect::<Vec<_>>());
         let mut compared = 0;

@@ -10,6 +10,15 @@ use super::MAX_ROWS;
 use super::matrix::{Matrix, Products, Sums};
 use super::scratch::Scratch;
 
+/// The weight of an RMS norm, and its epsilon.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsWeight<'a> {
+    /// `[H]`.
+    pub weight: &'a [f32],
+    /// Added to the mean of the squares.
+    pub eps: f64,
+}
+
 /// A packed LM head.
 #[derive(Debug)]
 pub struct Head {
@@ -38,8 +47,8 @@ impl Head {
         self.matrix.outputs() as usize
     }
 
-    /// Writes the logits [R, V] of `x` [R, H], after an optional norm (weight `[H]`, epsilon).
-    pub fn logits(&self, x: &[f32], norm: Option<(&[f32], f64)>, logits: &mut [f32]) {
+    /// Writes the logits [R, V] of `x` [R, H], after an optional norm.
+    pub fn logits(&self, x: &[f32], norm: Option<RmsWeight<'_>>, logits: &mut [f32]) {
         let (rows, outputs) = (self.rows(x), self.outputs());
         assert_eq!(logits.len(), rows * outputs, "a logit for each row and token");
         let each = MAX_ROWS as usize;
@@ -48,7 +57,7 @@ impl Head {
     }
 
     /// Writes the argmax token of each row of `x` [R, H] to `best` `[R]`; ties go to the first.
-    pub fn most_likely(&self, x: &[f32], norm: Option<(&[f32], f64)>, best: &mut [i64]) {
+    pub fn most_likely(&self, x: &[f32], norm: Option<RmsWeight<'_>>, best: &mut [i64]) {
         assert_eq!(best.len(), self.rows(x), "a token for each row");
         let each = MAX_ROWS as usize;
         let parts = x.chunks(each * self.depth()).zip(best.chunks_mut(each));
@@ -64,7 +73,7 @@ impl Head {
         x.len() / self.depth()
     }
 
-    fn run(&self, x: &[f32], norm: Option<(&[f32], f64)>, logits: *mut f32, best: *mut i64) {
+    fn run(&self, x: &[f32], norm: Option<RmsWeight<'_>>, logits: *mut f32, best: *mut i64) {
         let to = Sums { logits, best, columns: self.matrix.outputs() };
         self.matrix.run(x, norm, to, &mut self.scratch.borrow_mut());
     }

@@ -11,6 +11,7 @@ use std::thread;
 
 use tch::{Device, Kind, Tensor};
 
+use super::head::RmsWeight;
 use super::panels::{Columns, Panels};
 use super::scratch::Scratch;
 use super::{MAX_ROWS, data, floats, raw, threads};
@@ -300,18 +301,18 @@ impl Matrix {
         })
     }
 
-    /// Multiplies at most [`MAX_ROWS`] rows `x` [R, I], after an optional norm (weight `[I]`,
-    /// epsilon). The destinations in `to` are large enough.
+    /// Multiplies at most [`MAX_ROWS`] rows `x` [R, I], after an optional norm. The destinations in
+    /// `to` are large enough.
     pub(super) fn run(
         &self,
         x: &[f32],
-        norm: Option<(&[f32], f64)>,
+        norm: Option<RmsWeight<'_>>,
         Sums { logits, best, columns }: Sums,
         scratch: &mut Scratch,
     ) {
         let depth = self.depth;
         let (rows, threads) = ((x.len() / depth as usize) as i64, threads());
-        assert!(norm.is_none_or(|(weight, _)| weight.len() == depth as usize), "a norm's weight");
+        assert!(norm.is_none_or(|norm| norm.weight.len() == depth as usize), "a norm's weight");
         assert!(rows <= MAX_ROWS, "{rows} rows in one call");
         let mut head = raw::Head {
             matrix: self.pointer(),
@@ -319,8 +320,8 @@ impl Matrix {
             outputs: columns,
             rows,
             x: x.as_ptr(),
-            norm: norm.map_or(null(), |(weight, _)| weight.as_ptr()),
-            eps: norm.map_or(0.0, |(_, eps)| eps as f32),
+            norm: norm.map_or(null(), |norm| norm.weight.as_ptr()),
+            eps: norm.map_or(0.0, |norm| norm.eps as f32),
             products: self.products,
             logits,
             best,

@@ -210,7 +210,7 @@ impl Gather<'_> {
 
 /// Result of one call.
 #[derive(Debug)]
-pub struct Part {
+pub struct CallResult {
     /// [its slots, heads, D].
     pub out: Tensor,
     /// [heads, its slots], float32.
@@ -244,7 +244,7 @@ pub(super) struct MergeArguments {
 }
 
 /// Merges the parts of an attention: output [slots, heads, D] and log-sum-exp [heads, slots].
-pub fn merge(runner: Runner, parts: &[Part], places: &Places<'_>) -> Part {
+pub fn merge(runner: Runner, parts: &[CallResult], places: &Places<'_>) -> CallResult {
     let out = &parts[0].out;
     let (slots, heads, dim) = out.size3().expect("a part has rows, heads and their width");
     assert!(parts.len() <= MOST_PARTS && slots % places.block_size == 0);
@@ -262,7 +262,7 @@ pub fn merge(runner: Runner, parts: &[Part], places: &Places<'_>) -> Part {
     }
     let outs: Vec<&Tensor> = parts.iter().map(|part| &part.out).collect();
     check_alike(&outs);
-    let merged = Part { out: out.empty_like(), lse: parts[0].lse.empty_like() };
+    let merged = CallResult { out: out.empty_like(), lse: parts[0].lse.empty_like() };
     let all: Vec<&Tensor> = outs.iter().copied().chain([&merged.out]).collect();
     let lse = parts.iter().map(|part| &part.lse);
     let reads: Vec<&Tensor> = outs.iter().copied().chain(lse).chain([places.of_blocks]).collect();

@@ -25,7 +25,7 @@ static LOADED: Mutex<BTreeMap<usize, Option<Arc<Image>>>> = Mutex::new(BTreeMap:
 struct Image {
     context: Arc<CudaContext>,
     module: CUmodule,
-    functions: Mutex<BTreeMap<(&'static str, &'static str), Function>>,
+    functions: Mutex<BTreeMap<KernelInstance, Function>>,
 }
 
 #[derive(Clone, Copy)]
@@ -59,6 +59,13 @@ fn loaded(index: usize) -> Option<Arc<Image>> {
     image.clone()
 }
 
+/// Which function of the source: a kernel, and its instance for a type and a width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct KernelInstance {
+    pub(super) name: &'static str,
+    pub(super) instance: &'static str,
+}
+
 /// Launches the kernel `name` on the GPU `index`, on libtorch's current stream.
 ///
 /// # Errors
@@ -69,7 +76,7 @@ fn loaded(index: usize) -> Option<Arc<Image>> {
 /// executed the launch.
 pub(super) unsafe fn launch(
     index: usize,
-    name: (&'static str, &'static str),
+    name: KernelInstance,
     size: Size,
     arguments: *mut c_void,
 ) -> Result<(), Error> {
@@ -112,11 +119,7 @@ impl Image {
         Ok(Self { context, module, functions: Mutex::default() })
     }
 
-    fn function(
-        &self,
-        name: (&'static str, &'static str),
-        shared: usize,
-    ) -> Result<CUfunction, Error> {
+    fn function(&self, name: KernelInstance, shared: usize) -> Result<CUfunction, Error> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let function = match functions.get(&name) {
             Some(known) => known.0,
@@ -132,7 +135,8 @@ impl Image {
         Ok(function)
     }
 
-    fn find(&self, (name, instance): (&str, &str)) -> Result<CUfunction, Error> {
+    fn find(&self, name: KernelInstance) -> Result<CUfunction, Error> {
+        let KernelInstance { name, instance } = name;
         let symbol =
             CString::new(format!("dflash_gpu_{name}{instance}")).expect("names have no NUL");
         // SAFETY: a loaded module and a NUL-terminated name.

@@ -91,8 +91,10 @@ impl Launch<'_> {
         // builder in `gpu.rs` has checked.
         let outcome = unsafe {
             match runner {
-                Runner::Gpu(index) => image::launch(index, (name, self.instance), size, place)
-                    .map_err(|error| error.to_string()),
+                Runner::Gpu(index) => {
+                    let name = image::KernelInstance { name, instance: self.instance };
+                    image::launch(index, name, size, place).map_err(|error| error.to_string())
+                }
                 Runner::Emulation => {
                     emulate(&(name.to_owned() + self.instance), size, place, size_of::<A>())
                 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
-use dflash_tensor::attention_span::{AttentionSpan, Place};
+use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan};
 use dflash_tensor::ops::{Scores, accumulate_kind, reciprocal_rms};
 use tch::{Kind, Tensor};
 
@@ -306,7 +306,7 @@ impl SelfAttention {
         let sinks_nr = self.sinks_n1.as_ref();
         let scores = Scores { scale: self.scale, softcap: self.softcap, sinks_nr };
         pass.attend.attend(
-            Place { layer: self.layer, attention_span: self.attention_span, scores },
+            AttentionPlace { layer: self.layer, attention_span: self.attention_span, scores },
             &projected,
         )
     }

@@ -88,7 +88,7 @@ struct DeltaState {
 }
 
 /// Inputs of the rule: each [B, H, T, ..], `g` and `beta` [B, H, T].
-struct Rows {
+struct DeltaInputRows {
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -146,7 +146,7 @@ impl DeltaRule {
     }
 
     /// The rule's inputs for a segment, and the convolution's new state.
-    fn rows(&self, inputs_bti: &Tensor, recent_bwc: &Tensor) -> (Rows, Tensor) {
+    fn rows(&self, inputs_bti: &Tensor, recent_bwc: &Tensor) -> (DeltaInputRows, Tensor) {
         let DeltaHeads { keys, values, key_dim, value_dim } = self.heads;
         let inputs = inputs_bti.to_kind(accumulate_kind(inputs_bti));
         let parts = inputs.split_with_sizes([self.heads.channels(), values, values], -1);
@@ -159,7 +159,7 @@ impl DeltaRule {
                 (x.square().sum_dim_intlist([-1i64].as_slice(), true, x.kind()) + L2_EPS).rsqrt();
             heads_first((x * norm).repeat_interleave_self_int(values / keys, 2, None))
         };
-        let rows = Rows {
+        let rows = DeltaInputRows {
             q: normed(&mixed[0]) * (key_dim as f64).powf(-0.5),
             k: normed(&mixed[1]),
             v: heads_first(mixed[2].unflatten(-1, [values, value_dim])),
@@ -215,7 +215,7 @@ pub(crate) fn gated_norm(x: &Tensor, gate: &Tensor, weight_v: &Tensor, eps: f64)
 }
 
 /// Processes token by token.
-fn steps(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
+fn steps(rows: &DeltaInputRows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     let mut memory = memory_bhkv.shallow_clone();
     let fade = rows.g.exp();
     let outputs: Vec<Tensor> = (0..rows.q.size()[2])
@@ -233,7 +233,7 @@ fn steps(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
 }
 
 /// Processes chunk by chunk. The last chunk is padded with tokens that neither write nor decay.
-fn chunks(rows: &Rows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
+fn chunks(rows: &DeltaInputRows, memory_bhkv: &Tensor) -> (Tensor, Tensor) {
     let tokens = rows.q.size()[2];
     let chunk = CHUNK.min(tokens);
     let count = (tokens + chunk - 1) / chunk;

@@ -267,7 +267,7 @@ impl Experts {
         if self.weighed == Weighed::Inputs {
             x_rh = (x_rh.to_kind(Kind::Float) * &share_r1).to_kind(kind);
         }
-        let rows = Rows::new(expert_r, &self.gate_up_ehi);
+        let rows = ExpertRows::new(expert_r, &self.gate_up_ehi);
         let biases = self.biases.as_ref();
         let gate_up = rows.product(&x_rh, &self.gate_up_ehi, biases.map(|(gate_up, _)| gate_up));
         let inner = self.gated.apply(&gate_up);
@@ -280,7 +280,7 @@ impl Experts {
 }
 
 /// Rows sorted by expert.
-struct Rows {
+struct ExpertRows {
     /// `[R]`, ascending.
     expert_r: Tensor,
     /// `[E]`, int32: end of each expert's rows.
@@ -289,7 +289,7 @@ struct Rows {
     spans: Option<Vec<(i64, i64)>>,
 }
 
-impl Rows {
+impl ExpertRows {
     /// Rows of these experts, ascending, to be multiplied with matrices like `weight_eio`.
     fn new(expert_r: Tensor, weight_eio: &Tensor) -> Self {
         let experts = weight_eio.size()[0];

@@ -163,15 +163,15 @@ pub(crate) struct MixtureSizes {
 impl MixtureSizes {
     /// Matrix elements that are active for a token, at hidden size `hidden`.
     pub(crate) fn active_params(self, hidden: i64, is_sparse: bool) -> f64 {
-        self.elements(hidden, is_sparse, (self.top_k, &Shard::WHOLE))
+        self.elements(hidden, is_sparse, self.top_k, &Shard::WHOLE)
     }
 
     /// Matrix elements that a rank with `shard` stores; the router is replicated.
     pub(crate) fn stored_params(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
-        self.elements(hidden, is_sparse, (shard.share(self.experts), shard))
+        self.elements(hidden, is_sparse, shard.share(self.experts), shard)
     }
 
-    fn elements(self, hidden: i64, is_sparse: bool, (experts, shard): (i64, &Shard)) -> f64 {
+    fn elements(self, hidden: i64, is_sparse: bool, experts: i64, shard: &Shard) -> f64 {
         if !is_sparse {
             return mlp_elements(hidden, shard.share(self.dense));
         }

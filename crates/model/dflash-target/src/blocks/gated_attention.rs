@@ -5,7 +5,7 @@
 
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
-use dflash_tensor::attention_span::{AttentionSpan, Place};
+use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan};
 use dflash_tensor::ops::Scores;
 use tch::Tensor;
 
@@ -77,7 +77,7 @@ impl GatedAttention {
             kernels: self.kernels,
             are_kept: false,
         };
-        let place = Place {
+        let place = AttentionPlace {
             layer: self.layer,
             attention_span: AttentionSpan::All,
             scores: Scores::default(),

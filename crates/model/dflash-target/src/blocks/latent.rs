@@ -111,7 +111,7 @@ mod tests {
 
     use super::*;
     use crate::packed::causal;
-    use dflash_tensor::attention_span::{AttentionSpan, Place};
+    use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan};
     use dflash_tensor::ops::Scores;
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
             kernels: Kernels::Portable,
         };
         let scores = Scores { scale: Some(0.3), ..Scores::default() };
-        let place = Place { layer: 0, attention_span: AttentionSpan::All, scores };
+        let place = AttentionPlace { layer: 0, attention_span: AttentionSpan::All, scores };
         let expanded = causal(&all.expanded(), place);
         let absorbed = up.values(&causal(&all.absorbed(), place));
         assert_eq!(expanded.size(), [tokens, heads * value]);

@@ -4,7 +4,7 @@
 //! [`super`]; `t` counts the concatenated tokens of all sequences.
 
 use dflash_kernels::decode::Cache;
-use dflash_tensor::attention_span::Place;
+use dflash_tensor::attention_span::AttentionPlace;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{CachedAttention, Held, KvCache};
@@ -184,7 +184,7 @@ struct SequencesAttention<'a> {
 }
 
 impl Attend for SequencesAttention<'_> {
-    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
+    fn attend(&mut self, place: AttentionPlace<'_>, projected: &Projected) -> Tensor {
         let mut start = 0;
         let attended = self.sequences.iter_mut().map(|(attention, tokens)| {
             let own = projected.narrow(start, *tokens);
@@ -194,7 +194,7 @@ impl Attend for SequencesAttention<'_> {
         Tensor::cat(&attended.collect::<Vec<_>>(), 0)
     }
 
-    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+    fn attend_latent(&mut self, place: AttentionPlace<'_>, latent: &Latent<'_>) -> Tensor {
         let mut start = 0;
         let attended = self.sequences.iter_mut().map(|(attention, tokens)| {
             let own = latent.narrow(start, *tokens);

@@ -160,11 +160,11 @@ pub(super) fn with_example(error: Error, dir: &Path, config: &Fields, text: &Fie
 
 fn example(dir: &Path, config: &Fields, text: &Fields) -> String {
     let found = HeadTensors::open(dir).ok();
-    let sizes = ["hidden_size", "vocab_size"].map(|key| {
+    let [hidden, rows] = ["hidden_size", "vocab_size"].map(|key| {
         let size = |fields: &Fields| fields.value(key).and_then(serde_json::Value::as_i64);
         size(text).or(size(config))
     });
-    let candidates = found.map(|tensors| tensors.candidates(sizes)).unwrap_or_default();
+    let candidates = found.map(|tensors| tensors.candidates(hidden, rows)).unwrap_or_default();
     let line = |key: &str, name: Option<&String>, usual: &str, note: &str| {
         let found = if name.is_some() { "" } else { " (not found: look for it)" };
         let name = name.map_or(usual, String::as_str);

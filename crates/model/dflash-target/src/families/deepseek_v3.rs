@@ -7,7 +7,7 @@
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
-use dflash_tensor::attention_span::{AttentionSpan, Place};
+use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan};
 use dflash_tensor::ops::{Pairs, Rotary, Scores};
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
 use tch::{Device, Tensor};
@@ -163,7 +163,7 @@ fn groups(text: &Fields, experts: i64) -> Result<Option<ExpertGroups>> {
 
 impl Architecture for DeepseekV3Config {
     fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
-        Ok(Box::new(DeepseekV3Layer::new((config, self), number, init)?))
+        Ok(Box::new(DeepseekV3Layer::new(config, self, number, init)?))
     }
 
     fn rotaries(&self, device: Device) -> Vec<Rotary> {
@@ -213,7 +213,8 @@ struct DeepseekV3Layer {
 
 impl DeepseekV3Layer {
     fn new(
-        (target, config): (&TargetConfig, &DeepseekV3Config),
+        target: &TargetConfig,
+        config: &DeepseekV3Config,
         number: usize,
         init: &Init,
     ) -> Result<Self> {
@@ -223,11 +224,7 @@ impl DeepseekV3Layer {
         let norm = |part: &str| init.rms_norm(&within(&format!("{part}.weight")), hidden, target);
         Ok(Self {
             input_norm: norm("input_layernorm")?,
-            attention: LatentAttention::new(
-                (target, config),
-                (number, &within("self_attn")),
-                init,
-            )?,
+            attention: LatentAttention::new(target, config, number, &within("self_attn"), init)?,
             post_attention_norm: norm("post_attention_layernorm")?,
             mlp: config.feed_forward.read(
                 init,
@@ -288,8 +285,10 @@ enum Queries {
 
 impl LatentAttention {
     fn new(
-        (target, config): (&TargetConfig, &DeepseekV3Config),
-        (layer, module): (usize, &str),
+        target: &TargetConfig,
+        config: &DeepseekV3Config,
+        layer: usize,
+        module: &str,
         init: &Init,
     ) -> Result<Self> {
         let (hidden, heads) = (target.hidden_size, config.num_attention_heads);
@@ -358,7 +357,8 @@ impl LatentAttention {
             kernels: self.kernels,
         };
         let scores = Scores { scale: Some(self.scale), ..Scores::default() };
-        let place = Place { layer: self.layer, attention_span: AttentionSpan::All, scores };
+        let place =
+            AttentionPlace { layer: self.layer, attention_span: AttentionSpan::All, scores };
         self.output.add_to(residual_th, &pass.attend.attend_latent(place, &asked))
     }
 

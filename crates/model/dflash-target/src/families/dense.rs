@@ -8,7 +8,7 @@ use dflash_formats::fields::Fields;
 use dflash_kernels::decode::{LayerWeights, Layout};
 use dflash_kernels::kernels::{self, Kernels, RmsWeight};
 use dflash_tensor::Result;
-use dflash_tensor::attention_span::{AttentionSpan, Place};
+use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan};
 use dflash_tensor::fused::{self, Norm};
 use dflash_tensor::ops::{Rotary, Scores, rms_norm};
 use dflash_tensor::rope::{Rope, RopeKeys};
@@ -216,7 +216,7 @@ impl DenseConfig {
 
 impl Architecture for DenseConfig {
     fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
-        Ok(Box::new(DenseLayer::new((config, self), number, init)?))
+        Ok(Box::new(DenseLayer::new(config, self, number, init)?))
     }
 
     fn rotaries(&self, device: Device) -> Vec<Rotary> {
@@ -281,7 +281,8 @@ struct QkNorm {
 
 impl DenseLayer {
     fn new(
-        (target, config): (&TargetConfig, &DenseConfig),
+        target: &TargetConfig,
+        config: &DenseConfig,
         number: usize,
         init: &Init,
     ) -> Result<Self> {
@@ -355,7 +356,7 @@ impl DenseLayer {
         }
         let qk = heads(part(0, queries + keys), queries + keys);
         let qk = match &self.qk_norm {
-            Some(norms) => tables.rotate(&norms.apply(&qk, (queries, keys), self.eps)),
+            Some(norms) => tables.rotate(&norms.apply(&qk, queries, keys, self.eps)),
             None => tables.rotate(&qk),
         };
         let (q_tnd, k_tmd) = (qk.narrow(1, 0, queries), qk.narrow(1, queries, keys));
@@ -384,7 +385,7 @@ impl DenseLayer {
 
 impl Layer for DenseLayer {
     fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
-        let place = Place {
+        let place = AttentionPlace {
             layer: self.number,
             attention_span: self.attention_span,
             scores: Scores::default(),
@@ -438,7 +439,7 @@ impl QkNorm {
     }
 
     /// Normalises query and key heads [T, N+M, D] in one operation, with repeated weights.
-    fn apply(&self, qk: &Tensor, (queries, keys): (i64, i64), eps: f64) -> Tensor {
+    fn apply(&self, qk: &Tensor, queries: i64, keys: i64, eps: f64) -> Tensor {
         let rows = |norm_d: &Tensor, count: i64| norm_d.unsqueeze(0).expand([count, -1], false);
         rms_norm(qk, &Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0), eps)
     }

@@ -8,7 +8,7 @@ mod per_layer;
 use dflash_formats::fields::Fields;
 use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
-use dflash_tensor::attention_span::{AttentionSpan, Place};
+use dflash_tensor::attention_span::{AttentionPlace, AttentionSpan};
 use dflash_tensor::ops::{Pairs, Rotary, Scores as Scored};
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling};
 use tch::{Device, Kind, Tensor};
@@ -249,7 +249,7 @@ impl Architecture for Gemma4Config {
         let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), hidden, config);
         Ok(Box::new(Gemma4Layer {
             input_layernorm: norm("input_layernorm")?,
-            self_attn: Gemma4Attention::new((config, self), number, init)?,
+            self_attn: Gemma4Attention::new(config, self, number, init)?,
             post_attention_layernorm: norm("post_attention_layernorm")?,
             pre_feedforward_layernorm: norm("pre_feedforward_layernorm")?,
             mlp: Mlp::new(
@@ -263,13 +263,15 @@ impl Architecture for Gemma4Config {
                 },
             )?,
             experts: match &self.experts {
-                Some(sizes) => Some(MoeBlock::new((config, sizes, self.gated), &module, init)?),
+                Some(sizes) => Some(MoeBlock::new(config, sizes, self.gated, &module, init)?),
                 None => None,
             },
             post_feedforward_layernorm: norm("post_feedforward_layernorm")?,
             per_layer_input: match self.per_layer {
                 Some(per_layer) => Some(PerLayerInput::new(
-                    (config, per_layer.size, self.gated),
+                    config,
+                    per_layer.size,
+                    self.gated,
                     number,
                     &module,
                     init,
@@ -286,7 +288,7 @@ impl Architecture for Gemma4Config {
 
     fn prepare(&self, config: &TargetConfig, init: &Init) -> Result<Option<Box<dyn Prepare>>> {
         let Some(per_layer) = self.per_layer else { return Ok(None) };
-        Ok(Some(Box::new(PerLayerInputs::new((config, per_layer), init)?)))
+        Ok(Some(Box::new(PerLayerInputs::new(config, per_layer, init)?)))
     }
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
@@ -428,7 +430,8 @@ struct KeyValue {
 
 impl Gemma4Attention {
     fn new(
-        (target, config): (&TargetConfig, &Gemma4Config),
+        target: &TargetConfig,
+        config: &Gemma4Config,
         number: usize,
         init: &Init,
     ) -> Result<Self> {
@@ -481,7 +484,8 @@ impl Gemma4Attention {
         let kernels = self.kernels;
         let projected = Projected { q_tnd, k_tmd, v_tme, kernels, are_kept: false };
         let scores = Scored { scale: Some(1.0), ..Scored::default() };
-        let place = Place { layer: self.source, attention_span: self.attention_span, scores };
+        let place =
+            AttentionPlace { layer: self.source, attention_span: self.attention_span, scores };
         self.o_proj.apply(&pass.attend.attend(place, &projected))
     }
 
@@ -517,7 +521,9 @@ struct MoeBlock {
 
 impl MoeBlock {
     fn new(
-        (config, sizes, gated): (&TargetConfig, &MixtureSizes, Gated),
+        config: &TargetConfig,
+        sizes: &MixtureSizes,
+        gated: Gated,
         module: &str,
         init: &Init,
     ) -> Result<Self> {

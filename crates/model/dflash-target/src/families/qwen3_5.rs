@@ -32,5 +32,5 @@ pub(super) const KNOWN: &[Known] = &[
 /// Reads config.json of a dense Qwen3.5, or of one with experts.
 fn read(text: &Fields, is_sparse: bool) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;
-    HybridConfig::read_with(text, (vec![is_sparse; layers], true), DeltaInputs::Apart)
+    HybridConfig::read_with(text, vec![is_sparse; layers], true, DeltaInputs::Apart)
 }

@@ -39,8 +39,8 @@ fn read(text: &Fields) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;
     // Transformers' class normalises by default.
     let normalised = text.flag_or("norm_topk_prob", true)?;
-    let experts = (sparse_by_step(text, layers)?, normalised);
-    HybridConfig::read_with(text, experts, DeltaInputs::ByKeyHead)
+    let sparse = sparse_by_step(text, layers)?;
+    HybridConfig::read_with(text, sparse, normalised, DeltaInputs::ByKeyHead)
 }
 
 /// Dimensions and choices of Qwen3-Next's and Qwen3.5's layers.
@@ -86,7 +86,8 @@ impl HybridConfig {
     /// Reads config.json, given the `sparse` layers and whether experts' shares are normalised.
     pub(super) fn read_with(
         text: &Fields,
-        (sparse, normalised): (Vec<bool>, bool),
+        sparse: Vec<bool>,
+        normalised: bool,
         delta_inputs: DeltaInputs,
     ) -> Result<(Family, Outer)> {
         let size = |key| text.required(key, Fields::size);
@@ -176,7 +177,7 @@ fn mixers(text: &Fields, layers: usize) -> Result<Vec<Mixer>> {
 
 impl Architecture for HybridConfig {
     fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
-        Ok(Box::new(HybridLayer::new((config, self), number, init)?))
+        Ok(Box::new(HybridLayer::new(config, self, number, init)?))
     }
 
     fn rotaries(&self, device: Device) -> Vec<Rotary> {
@@ -248,7 +249,8 @@ enum TokenMixer {
 
 impl HybridLayer {
     fn new(
-        (target, config): (&TargetConfig, &HybridConfig),
+        target: &TargetConfig,
+        config: &HybridConfig,
         number: usize,
         init: &Init,
     ) -> Result<Self> {
@@ -267,8 +269,10 @@ impl HybridLayer {
                 init,
             )?),
             Mixer::Delta => TokenMixer::Delta(GatedDeltaNet::new(
-                (target, config),
-                (number, &within("linear_attn")),
+                target,
+                config,
+                number,
+                &within("linear_attn"),
                 init,
             )?),
         };
@@ -338,8 +342,10 @@ enum InputProjections {
 
 impl GatedDeltaNet {
     fn new(
-        (target, config): (&TargetConfig, &HybridConfig),
-        (layer, module): (usize, &str),
+        target: &TargetConfig,
+        config: &HybridConfig,
+        layer: usize,
+        module: &str,
         init: &Init,
     ) -> Result<Self> {
         let (heads, hidden) = (config.delta, target.hidden_size);

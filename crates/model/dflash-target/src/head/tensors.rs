@@ -89,7 +89,7 @@ impl HeadTensors {
     }
 
     /// Candidates for a head of these sizes (H, V), for a target of unknown family.
-    pub(crate) fn candidates(&self, [hidden, rows]: [Option<i64>; 2]) -> NamedTensors {
+    pub(crate) fn candidates(&self, hidden: Option<i64>, rows: Option<i64>) -> NamedTensors {
         let outer: Vec<&String> = self.outer().collect();
         let fits = |name: &&&String, dims: usize, kinds: &[&str], sizes: &[Option<i64>]| {
             let shape = self.shape(name).unwrap_or_default();
@@ -348,7 +348,7 @@ mod tests {
         ];
         write_safetensors(&dir.path().join("model.safetensors"), &stored).unwrap();
         let tensors = HeadTensors::open(dir.path()).unwrap();
-        let found = tensors.candidates([Some(4), Some(10)]);
+        let found = tensors.candidates(Some(4), Some(10));
         assert_eq!(found.embedding.as_deref(), Some("model.embed_tokens.weight"));
         assert_eq!(found.norm.as_deref(), Some("model.norm.weight"));
         assert_eq!(found.head, None, "the embedding is the output projection");

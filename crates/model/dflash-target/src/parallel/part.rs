@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dflash_tensor::weights::EMBEDDING;
-use dflash_tensor::{Error, Result, Weights};
+use dflash_tensor::{DeviceKind, Error, Result, Weights};
 use dflash_torch_sys::with_products;
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{Device, Tensor, no_grad};
 
 use super::Grid;
 use super::shard::{Shard, Sum};
@@ -22,9 +22,9 @@ use crate::{PackedPrompts, TargetConfig};
 
 /// Consecutive layers of a target, or a shard of them.
 #[derive(Debug)]
-pub struct Part {
+pub struct TargetPart {
     config: TargetConfig,
-    place: (Device, Kind),
+    place: DeviceKind,
     in_bf16: bool,
     /// The layers of each stage, counted from 0, and the index of this stage.
     stages: Vec<Range<usize>>,
@@ -49,7 +49,7 @@ pub struct Passing {
 /// Auxiliary hidden states [T, H] of a stage's own layers, with their ids.
 pub type States = Vec<(u32, Tensor)>;
 
-impl Part {
+impl TargetPart {
     /// Loads the part of the target in `dir` that belongs to `rank` of `grid`; ignores
     /// `options.highest`. Partial products are summed through `sums`.
     ///
@@ -68,11 +68,11 @@ impl Part {
         let layers = stages[stage].clone();
         let prefix = weights.prefix();
         let first = stage == 0;
-        weights.begin_load(|name| is_of_part(name, prefix, (&config, &layers, first)))?;
+        weights.begin_load(|name| is_of_part(name, prefix, &config, &layers, first))?;
         let shard = Shard::new(grid.part(rank), grid.tensor, sums.clone());
-        let (device, kind) = options.place;
-        let (weights, place) = (Some(&weights), (kind, device));
-        let init = Init { weights, options: place, prefix, shard, packing: None };
+        let device = options.place.device;
+        let (weights, place) = (Some(&weights), options.place);
+        let init = Init { weights, place, prefix, shard, packing: None };
         let (embedding, body) = no_grad(|| -> Result<_> {
             let shape = [config.vocab_size, config.hidden_size];
             let embedding = || init.matrix(&init.path(EMBEDDING), &shape);
@@ -80,7 +80,7 @@ impl Part {
             Ok((embedding, Body::build(&config, layers, &init)?))
         })?;
         let in_bf16 = multiplies_in_bf16(device, options.asked, dir);
-        let place = options.place;
+
         Ok(Self { config, place, in_bf16, stages, stage, embedding, body, sums })
     }
 
@@ -90,7 +90,7 @@ impl Part {
     }
 
     /// Device, and type of weights and activations.
-    pub fn place(&self) -> (Device, Kind) {
+    pub fn place(&self) -> DeviceKind {
         self.place
     }
 
@@ -111,7 +111,7 @@ impl Part {
 
     /// `prompts` as processed here, possibly padded with a filler prompt.
     pub fn filled_up(&self, prompts: &PackedPrompts) -> PackedPrompts {
-        fill_up(prompts, self.place.0, self.in_bf16)
+        fill_up(prompts, self.place.device, self.in_bf16)
     }
 
     /// Minimum tokens per batch on a CPU.
@@ -136,7 +136,7 @@ impl Part {
         arrived: Option<Passing>,
     ) -> Result<(Passing, States)> {
         let run = || no_grad(|| self.pass(prompts, layer_ids, until, arrived));
-        match self.place.0 {
+        match self.place.device {
             Device::Cpu => with_products(self.in_bf16, run).map_err(Error::Products),
             _ => Ok(run()),
         }
@@ -149,7 +149,7 @@ impl Part {
         until: usize,
         arrived: Option<Passing>,
     ) -> (Passing, States) {
-        let (device, kind) = self.place;
+        let DeviceKind { device, kind } = self.place;
         let starts = &prompts.document_starts;
         let positions = document_positions(starts, device);
         let tables = of_documents(self.body.tables(&positions, kind), starts);

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use dflash_golden::{Entry, entries};
 use dflash_target::{TargetFacts, TargetIo};
+use dflash_tensor::DeviceKind;
 use dflash_tensor::checkpoint::{TensorFile, write_safetensors};
 use dflash_test_place::assert_close;
 use libtest_mimic::Trial;
@@ -13,7 +14,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor, no_grad};
 
 const TOLERANCE: f64 = 1e-4;
-const CPU_F32: (Device, Kind) = (Device::Cpu, Kind::Float);
+
 /// The type and device of tensors made here.
 const FLOATS: (Kind, Device) = (Kind::Float, Device::Cpu);
 /// Rows unused by any token.
@@ -71,7 +72,7 @@ fn check(dir: &Path, change: fn(&mut Checkpoint)) {
     checkpoint.write_in_shards(written.path());
     let facts = TargetFacts::load(written.path(), None).unwrap();
     no_grad(|| {
-        let head = TargetIo::of(written.path(), &facts, CPU_F32).unwrap();
+        let head = TargetIo::of(written.path(), &facts, DeviceKind::CPU_F32).unwrap();
         assert_close("state 0", &head.embed(&golden.ids_t), &golden.embedded_th, TOLERANCE);
         // added rows have logits of their own
         let rows = golden.logits_tv.size()[1];

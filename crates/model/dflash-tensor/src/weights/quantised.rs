@@ -123,8 +123,9 @@ fn block(fields: &Fields, key: &str) -> Result<Option<Block>> {
 mod tests {
     use tch::Device;
 
-    use super::super::Rows;
+    use super::super::WeightRows;
     use super::*;
+    use crate::DeviceKind;
     use crate::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
 
@@ -149,7 +150,7 @@ mod tests {
         let (dir, matrix, scales) = saved(config);
         let weights = Weights::open(dir.path()).unwrap();
         weights.begin_load(|_| true).unwrap();
-        let read = weights.read("m.weight", &[7, 10], CPU).unwrap();
+        let read = weights.read("m.weight", &[7, 10], DeviceKind::CPU_F32).unwrap();
         for (row, column) in [(0, 0), (2, 3), (3, 4), (6, 9), (5, 8)] {
             let stored = matrix.to_kind(Kind::Float).double_value(&[row, column]) as f32;
             let scale = scales.double_value(&[row / 3, column / 4]) as f32;
@@ -162,7 +163,7 @@ mod tests {
         weights.read_part_into("m.weight", 1, 3, &columns).unwrap();
         assert_eq!(columns, read.narrow(1, 3, 5));
         let some = Tensor::empty([4, 10], CPU);
-        let two = Rows { whole: 7, own: vec![5..7, 2..4] };
+        let two = WeightRows { whole: 7, own: vec![5..7, 2..4] };
         weights.read_rows_into("m.weight", &two, &some).unwrap();
         assert_eq!(some, Tensor::cat(&[read.narrow(0, 5, 2), read.narrow(0, 2, 2)], 0));
     }
@@ -183,7 +184,8 @@ mod tests {
         assert!(whole.contains("weight_block_size"), "{whole}");
         let (dir, ..) = saved("{}");
         let weights = Weights::open(dir.path()).unwrap();
-        let unscaled = weights.read("m.weight", &[7, 10], CPU).unwrap_err().to_string();
+        let unscaled =
+            weights.read("m.weight", &[7, 10], DeviceKind::CPU_F32).unwrap_err().to_string();
         assert!(unscaled.contains("m.weight has type F8_E4M3 without a scale"), "{unscaled}");
     }
 }

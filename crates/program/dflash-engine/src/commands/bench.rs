@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{bench_decode, bench_target};
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_settings::{
     BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
 };
@@ -22,10 +22,10 @@ pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::R
 }
 
 fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Head, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Head, stop)?;
     let described = described::described(settings.target_spec.as_deref(), None)?;
     let target = TargetFacts::load(&target_dir, described.as_ref())?;
-    let report = bench::train_step(settings, (&target_dir, &target))?;
+    let report = bench::train_step(settings, &target_dir, &target)?;
     let TrainStepSettings { steps, warmup, json, .. } = settings;
     if *json {
         println!("{}", serde_json::to_string(&report)?);
@@ -71,9 +71,9 @@ fn show_measured(measured: &Measured) {
 }
 
 fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let draft_dir = draft::find(&settings.draft, stop)?;
-    let report = bench_decode(settings, (&target_dir, &draft_dir), stop)?;
+    let report = bench_decode(settings, &target_dir, &draft_dir, stop)?;
     if settings.json {
         println!("{}", serde_json::to_string(&report)?);
         return Ok(());
@@ -97,7 +97,7 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
 }
 
 fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let report = bench_target(settings, &dir, stop)?;
     if settings.json {
         println!("{}", serde_json::to_string(&report)?);

@@ -9,7 +9,7 @@ use dflash_chat::ChatTokenizer;
 use dflash_decode::DraftSource;
 use dflash_draft::objective::DraftVocabulary;
 use dflash_draft::{DraftConfig, HeadStart, fresh_head};
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_settings::{
     DEFAULT_AUX_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_LAYERS, DraftSettings, Invalid, NGRAM_DRAFT,
     NO_DRAFT,
@@ -34,7 +34,7 @@ pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf
         tracing::info!("{name} stands for {}", found.display());
         return Ok(found);
     }
-    Ok(Hub::from_env().model(name, Part::Draft, stop)?)
+    Ok(Hub::from_env().model(name, ModelPart::Draft, stop)?)
 }
 
 /// The draft source `name` of the command line.
@@ -103,7 +103,8 @@ impl Draft {
     pub(super) fn shape_with_mask(
         &self,
         settings: &DraftSettings,
-        (target_dir, target): (&Path, &TargetFacts),
+        target_dir: &Path,
+        target: &TargetFacts,
     ) -> anyhow::Result<DraftShape> {
         let shape = self.shape(settings, target);
         let tokenizer = tokenizer(target_dir)?;
@@ -111,7 +112,7 @@ impl Draft {
             refuse_text(tokenizer, id)?;
         }
         let stored = self.config.as_ref().map(|draft| draft.mask_token_id);
-        let facts = facts(tokenizer.as_ref(), (target_dir, target))?;
+        let facts = facts(tokenizer.as_ref(), target_dir, target)?;
         let mask = resolve_mask_token(settings.mask_token_id, stored, &facts, target.vocab_size)?;
         match &mask.source {
             MaskSource::Reserved(name) => tracing::info!(
@@ -140,10 +141,11 @@ fn vocabulary_size(dir: &Path) -> dflash_tensor::Result<Option<usize>> {
 /// Refuses a mask token that occurs in text or has no row in the target's embedding.
 pub(super) fn check_mask_token(
     tokenizer: Option<&ChatTokenizer>,
-    (target_dir, target): (&Path, &TargetFacts),
+    target_dir: &Path,
+    target: &TargetFacts,
     draft: &DraftConfig,
 ) -> anyhow::Result<()> {
-    let facts = facts(tokenizer, (target_dir, target))?;
+    let facts = facts(tokenizer, target_dir, target)?;
     resolve_mask_token(None, Some(draft.mask_token_id), &facts, target.vocab_size)?;
     Ok(())
 }
@@ -161,7 +163,8 @@ pub(super) fn tokenizer(target_dir: &Path) -> anyhow::Result<Option<ChatTokenize
 /// tokenizer.json.
 fn facts(
     tokenizer: Option<&ChatTokenizer>,
-    (target_dir, target): (&Path, &TargetFacts),
+    target_dir: &Path,
+    target: &TargetFacts,
 ) -> anyhow::Result<TokenizerFacts> {
     let rows = target.vocab_size;
     let (special, added, len) = match tokenizer {

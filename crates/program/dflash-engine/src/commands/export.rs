@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_draft::unservable;
 use dflash_export::{Source, export};
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_settings::{ExportFormat, ExportSettings};
 use dflash_target::TargetFacts;
 
@@ -14,7 +14,7 @@ use super::{described, draft};
 
 /// Runs the command and prints the export's path.
 pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Head, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Head, stop)?;
     let draft_path = draft_path(&settings.draft, stop)?;
     let described = described::described(settings.target_spec.as_deref(), Some(&draft_path))?;
     let target = TargetFacts::load(&target_dir, described.as_ref())?;
@@ -23,7 +23,7 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     // With another vocabulary the mask token's id means nothing; the export reports the mismatch.
     if source.config().vocab_size == target.vocab_size {
         let checked =
-            draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
+            draft::check_mask_token(tokenizer.as_ref(), &target_dir, &target, source.config());
         checked.map_err(|error| of_export(error, &settings.draft))?;
     }
     // The export reports a head that no engine serves; no flag of this command would help.
@@ -31,7 +31,7 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     if settings.format == ExportFormat::Zlab && !settings.without_sglang && is_servable {
         check_sglang(&source, &target)?;
     }
-    let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
+    let exported = export(source, settings, &target_dir, &target, tokenizer.as_ref(), stop)?;
     let near = exported.deviation;
     tracing::info!(
         "{} tensors of {} weights read back, {:.1} MiB: the largest difference is {} of its tensor's \

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use dflash::signals::forgive_interrupt;
 use dflash_decode::{Conversation, Models, ModelsConfig};
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_io::say;
 use dflash_settings::{ColorChoice, GenerateSettings};
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
@@ -26,7 +26,7 @@ pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow
     if prompt.as_ref().is_some_and(|prompt| prompt.trim().is_empty()) {
         return Err(dflash_decode::Error::EmptyPrompt.into());
     }
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;
     let models = Models::load(ModelsConfig {
         target_dir,

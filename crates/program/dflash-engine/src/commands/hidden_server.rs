@@ -7,14 +7,14 @@ use std::sync::atomic::AtomicBool;
 use anyhow::Context;
 use dflash_dist::{LaunchConfig, Role, WorkerEnv, launch};
 use dflash_hidden_server::{Loader, Ready, TargetFeaturizer, follow, grid, serve};
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_io::say;
 use dflash_settings::{Device, HiddenServerSettings, Invalid};
 use dflash_target::TargetConfig;
 use dflash_tensor::gpus_for;
 
 pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let ranks = settings.parallel.ranks();
     if ranks == 1 {
         tracing::info!("loading {}", dir.display());

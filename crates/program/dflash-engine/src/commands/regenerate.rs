@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{RegenerateData, regenerate};
 use dflash_eval::sets::SetRow;
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_io::say;
 use dflash_prepare::{Input, InputRow};
 use dflash_settings::RegenerateSettings;
@@ -13,10 +13,10 @@ use dflash_settings::RegenerateSettings;
 use super::draft;
 
 pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;
     let data = data(settings, stop)?;
-    let summary = regenerate(settings, (&target_dir, draft), data, stop)?;
+    let summary = regenerate(settings, &target_dir, draft, data, stop)?;
     say(format!(
         "{}: {} rows ({} from an earlier run), {} skipped as too long, {} ended early, \
          {} tokens in {:.1} s",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{Models, ModelsConfig};
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_io::say;
 use dflash_serve::{Loader, Ready, serve};
 use dflash_settings::ServeSettings;
@@ -12,7 +12,7 @@ use dflash_settings::ServeSettings;
 use super::draft;
 
 pub(crate) fn run(settings: &ServeSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, ModelPart::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;
     tracing::info!("loading {}", target_dir.display());
     let config = ModelsConfig {

@@ -11,7 +11,7 @@ use dflash::{Ending, Signals};
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_draft::LoadedDraft;
-use dflash_hub::{Hub, Part};
+use dflash_hub::{Hub, ModelPart};
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Invalid, TrainSettings, ValidationSettings};
 use dflash_target::{TargetConfig, TargetFacts};
@@ -160,7 +160,7 @@ fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Tra
     let record =
         resumed.as_ref().map(|_| RunDir::at(&settings.save_path).provenance()).transpose()?;
     settings.settle(record.flatten().map(|record| record.config).as_ref());
-    let part = if needs_layers(&settings) { Part::Target } else { Part::Head };
+    let part = if needs_layers(&settings) { ModelPart::Target } else { ModelPart::Head };
     let target_dir = Hub::from_env().model(&settings.target, part, stop)?;
     let run = settings.resume.is_some().then_some(settings.save_path.as_path());
     let described_target = described::described(settings.target_spec.as_deref(), run)?;
@@ -170,7 +170,7 @@ fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Tra
         draft = draft.resuming(&checkpoint.dir);
     }
     Ok(TrainConfig {
-        draft: draft.shape_with_mask(&settings.draft, (&target_dir, &target))?,
+        draft: draft.shape_with_mask(&settings.draft, &target_dir, &target)?,
         described_target,
         pretrained_dir: draft.dir,
         command: std::env::args().collect(),
@@ -244,7 +244,7 @@ impl AcceptanceMeter {
         share: Share,
         stop: &AtomicBool,
     ) -> Result<Option<Acceptance>, ProbeError> {
-        match self.0.measure(served, (share.rank, share.ranks), (share.show, stop)) {
+        match self.0.measure(served, share.rank, share.ranks, share.show, stop) {
             Err(dflash_decode::Error::Interrupted) => Ok(None),
             Err(error) => Err(error.into()),
             Ok(acceptance) => Ok(Some(acceptance)),

@@ -5,7 +5,7 @@ use std::path::Path;
 use toml::de::DeTable;
 
 use super::value::{Given, json};
-use super::{Entry, Place};
+use super::{Entry, SettingPlace};
 use crate::cli::TABLES;
 use crate::error::Error;
 
@@ -16,7 +16,7 @@ pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
         path: path.into(),
         source,
     })?;
-    let place = |at: usize| Place::File { path: path.into(), line: line_of(&text, at) };
+    let place = |at: usize| SettingPlace::File { path: path.into(), line: line_of(&text, at) };
     let document = DeTable::parse(&text).map_err(|error| Error::RunFileSyntax {
         place: place(error.span().map_or(0, |span| span.start)).to_string(),
         reason: error.message().to_owned(),

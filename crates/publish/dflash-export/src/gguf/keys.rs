@@ -38,7 +38,8 @@ fn file_type(dtype: ExportDtype) -> i64 {
 pub(super) fn of(
     config: &DraftConfig,
     dtype: ExportDtype,
-    (tokenizer, identity): (&ChatTokenizer, &TargetIdentity),
+    tokenizer: &ChatTokenizer,
+    identity: &TargetIdentity,
 ) -> crate::Result<Vec<(String, Value)>> {
     let integer = |number: i64| Value::Integer(number);
     let text = |text: &str| Value::Text(text.into());
@@ -120,7 +121,7 @@ pub(super) fn parse(file: &GgufFile) -> Result<(DraftConfig, Option<TargetIdenti
     let count = size(file, &own("block_count"), 1 << 10)? as usize;
     let window = file.value(&own(WINDOW)).is_some();
     let window = window.then(|| size(file, &own(WINDOW), 1 << 24)).transpose()?;
-    let layers = layers(file, (count, window.is_some()))?;
+    let layers = layers(file, count, window.is_some())?;
     let expected = "a list of the target's tokens is needed";
     let tokens = |value: &Value| if let Value::Texts(it) = value { Some(it.len()) } else { None };
     let vocab_size = file.required(TOKENS, expected, tokens)? as i64;
@@ -199,7 +200,7 @@ fn number(file: &GgufFile, key: &str) -> Result<f64> {
     file.required(key, "a number is needed", float)
 }
 
-fn layers(file: &GgufFile, (count, windowed): (usize, bool)) -> Result<Vec<LayerKind>> {
+fn layers(file: &GgufFile, count: usize, windowed: bool) -> Result<Vec<LayerKind>> {
     if !windowed {
         let causal = own(CAUSAL);
         return match file.value(&causal) {

@@ -65,7 +65,7 @@ fn metadata(config: &DraftConfig) -> std::collections::BTreeMap<String, Value> {
     let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
     let identity =
         TargetIdentity { name: "t".into(), config: "1".into(), weights: Some("2".into()) };
-    let keys = keys::of(config, ExportDtype::Bf16, (&tokenizer, &identity)).unwrap();
+    let keys = keys::of(config, ExportDtype::Bf16, &tokenizer, &identity).unwrap();
     keys.into_iter().collect()
 }
 

@@ -6,9 +6,9 @@
 use std::path::Path;
 
 use dflash_dist::Pending;
-use dflash_target::parallel::{Grid, Part, States};
+use dflash_target::parallel::{Grid, States, TargetPart};
 use dflash_target::{PackedPrompts, PrefillOptions, TargetConfig};
-use dflash_tensor::{device_name, kind_name};
+use dflash_tensor::{DeviceKind, device_name, kind_name};
 use tch::{Device, Kind, Tensor};
 
 use super::Peers;
@@ -79,7 +79,7 @@ impl Lead {
 
     /// The device it runs on.
     pub(crate) fn device(&self) -> Device {
-        self.stage.part.place().0
+        self.stage.part.place().device
     }
 
     /// Where and in what type the ranks run, for people.
@@ -89,7 +89,7 @@ impl Lead {
             Device::Cpu => "the CPU".to_owned(),
             other => format!("GPUs from {} on", device_name(other)),
         };
-        let kind = kind_name(self.stage.part.place().1);
+        let kind = kind_name(self.stage.part.place().kind);
         let products =
             if self.stage.part.multiplies_in_bf16() { " with bfloat16 products" } else { "" };
         let layers: Vec<String> =
@@ -120,8 +120,8 @@ impl Lead {
         layer_ids: &[u32],
     ) -> Result<InFlight, Error> {
         let stage = &self.stage;
-        let device = stage.part.place().0;
-        let least = if device == Device::Cpu { Part::least_tokens() } else { LEAST_ON_GPU };
+        let device = stage.part.place().device;
+        let least = if device == Device::Cpu { TargetPart::least_tokens() } else { LEAST_ON_GPU };
         let most_jobs = match stage.grid.pipeline {
             1 => 1,
             stages => JOBS_PER_STAGE * stages,
@@ -137,7 +137,7 @@ impl Lead {
     }
 
     fn begin_job(&mut self, job: &Job, tokens: i64) -> Result<JobUnderWay, Error> {
-        let (device, kind) = self.stage.part.place();
+        let DeviceKind { device, kind } = self.stage.part.place();
         let shape = [job.prompts.input_ids.len() as i64, self.stage.part.config().hidden_size];
         let further = self.stage.part.stages()[1..].iter().zip(&self.stage.answers);
         let asked = further.filter(|(layers, _)| job.until() > layers.start);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dflash_dist::Communicator;
 use dflash_target::PrefillOptions;
-use dflash_target::parallel::{Grid, Part, Passing, States, Sum};
+use dflash_target::parallel::{Grid, Passing, States, Sum, TargetPart};
 use dflash_tensor::catch_oom;
 use tch::Tensor;
 
@@ -18,7 +18,7 @@ use crate::Error;
 
 /// A rank's part of a target, and its connections.
 pub(crate) struct Stage {
-    pub(super) part: Part,
+    pub(super) part: TargetPart,
     pub(super) grid: Grid,
     rank: usize,
     pub(super) control: Box<dyn Communicator>,
@@ -45,7 +45,7 @@ impl Stage {
         let sums = tensor.map(Sums::new);
         let through = sums.clone().map(|sums| Arc::new(sums) as Arc<dyn Sum>);
         Ok(Self {
-            part: Part::load(dir, options, grid, rank, through)?,
+            part: TargetPart::load(dir, options, grid, rank, through)?,
             grid,
             rank,
             control,
@@ -76,7 +76,7 @@ impl Stage {
         }
         let arrived = match &self.before {
             None => Some(None),
-            Some(link) => link.receive(self.part.place().0)?.map(Some),
+            Some(link) => link.receive(self.part.place().device)?.map(Some),
         };
         let ran = match arrived {
             None => None,
@@ -136,8 +136,8 @@ impl Stage {
             // It expects as many tensors.
             None => {
                 let tokens = job.prompts.input_ids.len() as i64;
-                let (device, kind) = self.part.place();
-                let blank = Tensor::zeros([tokens, self.part.config().hidden_size], (kind, device));
+                let shape = [tokens, self.part.config().hidden_size];
+                let blank = Tensor::zeros(shape, self.part.place().options());
                 let count = ids_of(&self.part.layers(), &job.layer_ids).len();
                 tensors.extend((0..count).map(|_| blank.shallow_clone()));
             }

@@ -122,14 +122,14 @@ impl Nodes {
     /// Waits for another node's report about the end of the attempt.
     pub(super) fn await_failure(&self, limit: Duration) -> Option<Failure> {
         self.store.as_ref()?;
-        until((Instant::now(), limit), 5 * POLL, || self.failure())
+        until(Instant::now(), limit, 5 * POLL, || self.failure())
     }
 
     /// Reports success here, and waits for the others; `Some` is their failure. Without an answer
     /// within `limit` this node's result is taken as the job's.
     pub(super) fn all_done(&self, limit: Duration) -> Option<Failure> {
         self.set(&self.own_key("done"), "");
-        let failure = until((Instant::now(), limit), 5 * POLL, || {
+        let failure = until(Instant::now(), limit, 5 * POLL, || {
             if self.all_have("done") { Some(None) } else { self.failure().map(Some) }
         });
         if let Some(Some(failure)) = failure {
@@ -144,8 +144,8 @@ impl Nodes {
     fn leave_last(&self, what: &str) {
         self.set(&self.own_key(what), "");
         if self.node_rank == 0 {
-            let start = (Instant::now(), Duration::from_secs(2));
-            until(start, POLL, || self.all_have(what).then_some(()));
+            let limit = Duration::from_secs(2);
+            until(Instant::now(), limit, POLL, || self.all_have(what).then_some(()));
         }
     }
 

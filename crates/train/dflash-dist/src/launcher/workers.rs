@@ -96,7 +96,7 @@ impl Workers {
     /// Waits up to `grace` for the other workers, kills the rest, and waits for the last lines.
     /// Returns the ranks that were killed.
     pub(super) fn finish(&mut self, grace: Duration) -> Vec<usize> {
-        until((Instant::now(), grace), POLL, || {
+        until(Instant::now(), grace, POLL, || {
             self.poll();
             self.all_ended().then_some(())
         });
@@ -104,7 +104,7 @@ impl Workers {
         self.kill();
         // A process left behind by a worker may hold its streams open.
         let copied = || self.forwarders.iter().all(JoinHandle::is_finished).then_some(());
-        until((Instant::now(), LAST_LINES), Duration::from_millis(5), copied);
+        until(Instant::now(), LAST_LINES, Duration::from_millis(5), copied);
         killed
     }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use dflash_draft::DraftConfig;
 use dflash_kernels::gpu::add_product;
-use dflash_tensor::device_name;
+use dflash_tensor::{DeviceKind, device_name};
 use dflash_torch_sys::Begun;
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward, takes_flash};
 use serde::{Deserialize, Serialize};
@@ -93,7 +93,7 @@ impl Measured {
 
 /// Row counts of a step's matmuls.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rows {
+pub(super) struct ProductRows {
     pub(super) slots: i64,
     pub(super) context: i64,
     pub(super) supervised: i64,
@@ -104,13 +104,14 @@ pub(super) struct Rows {
 /// Times all of them on the draft's device.
 pub(super) fn measure(
     config: &DraftConfig,
-    rows: Rows,
-    (kind, device): (Kind, Device),
+    rows: ProductRows,
+    place: DeviceKind,
 ) -> Result<Measured, Error> {
+    let device = place.device;
     let peak = machine::peak_of(device, None);
     let mut products = products(config, rows);
     for product in &mut products {
-        product.ms = time_of(product, (kind, device))? * 1e3;
+        product.ms = time_of(product, place)? * 1e3;
         product.tflops = product.flops() / product.ms / 1e9;
         product.share = peak.map(|peak| product.tflops / peak);
     }
@@ -121,18 +122,18 @@ pub(super) fn measure(
     Ok(Measured {
         device: name,
         products,
-        flash: flash(config, (kind, device))?,
+        flash: flash(config, place)?,
         copy_gb_s: 2.0 * COPIED as f64 / copy(device)? / 1e9,
         operator_us: operator(device) * 1e6,
     })
 }
 
 /// The step's matmuls, not yet timed.
-fn products(config: &DraftConfig, rows: Rows) -> Vec<MeasuredProduct> {
+fn products(config: &DraftConfig, rows: ProductRows) -> Vec<MeasuredProduct> {
     let (h, i, kv) = (config.hidden_size, config.intermediate_size, 2 * config.kv_width());
     let q = config.num_attention_heads * config.head_dim;
     let layers = config.layers.len();
-    let Rows { slots, context, supervised, chunk } = rows;
+    let ProductRows { slots, context, supervised, chunk } = rows;
     let chunk = supervised.clamp(1, chunk.max(1));
     let chunks = supervised.max(1).unsigned_abs().div_ceil(chunk.unsigned_abs()) as usize;
     // Part, weight, (rows, inputs, outputs) of the forward matmul, count, and which gradients exist
@@ -181,9 +182,10 @@ const WEIGHT: &str = "gradient of the weight";
 
 /// Seconds of a matmul in the memory layouts of a step: weights are [outputs, inputs], and weight
 /// gradients accumulate in float32.
-fn time_of(product: &MeasuredProduct, (kind, device): (Kind, Device)) -> Result<f64, Error> {
+fn time_of(product: &MeasuredProduct, place: DeviceKind) -> Result<f64, Error> {
+    let DeviceKind { device, kind } = place;
     let MeasuredProduct { rows, inputs, outputs, .. } = *product;
-    let random = |size: [i64; 2]| Tensor::randn(size, (kind, device));
+    let random = |size: [i64; 2]| Tensor::randn(size, place.options());
     if product.name.ends_with(WEIGHT) {
         let (left, right) = (random([inputs, rows]).tr(), random([inputs, outputs]));
         let sum = Tensor::zeros([rows, outputs], (Kind::Float, device));
@@ -217,15 +219,13 @@ fn seconds(device: Device, mut f: impl FnMut()) -> Result<f64, Error> {
 }
 
 /// Rates of attention over one long sequence; `None` if no flash kernel supports it.
-fn flash(
-    config: &DraftConfig,
-    (kind, device): (Kind, Device),
-) -> Result<Option<MeasuredFlash>, Error> {
+fn flash(config: &DraftConfig, place: DeviceKind) -> Result<Option<MeasuredFlash>, Error> {
+    let DeviceKind { device, kind } = place;
     let Device::Cuda(index) = device else { return Ok(None) };
     if !takes_flash(index, kind, config.head_dim)? {
         return Ok(None);
     }
-    let heads = |heads: i64| Tensor::randn([ATTENDED, heads, config.head_dim], (kind, device));
+    let heads = |heads: i64| Tensor::randn([ATTENDED, heads, config.head_dim], place.options());
     let (q, k, v) = (
         heads(config.num_attention_heads),
         heads(config.num_key_value_heads),
@@ -287,7 +287,7 @@ mod tests {
             "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 2]},
         });
         let config = DraftConfig::parse(Path::new("config.json"), &config.to_string()).unwrap();
-        let rows = Rows { slots: 40, context: 30, supervised: 32, chunk: 16 };
+        let rows = ProductRows { slots: 40, context: 30, supervised: 32, chunk: 16 };
         let work = dflash_draft::flops::RowWork {
             context_rows: 30.0,
             slots: 40.0,

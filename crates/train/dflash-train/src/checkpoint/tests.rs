@@ -19,7 +19,7 @@ use crate::batch::BatchMaker;
 use crate::fake::{Beside, draft_config};
 use crate::master_weights::MasterWeights;
 use crate::optimizer::OptimizerConfig;
-use crate::shards::Shards;
+use crate::shards::{Rank, Shards};
 use crate::world::World;
 
 /// Memory allowed in addition to the tensors.
@@ -34,12 +34,14 @@ const LARGE: usize = 7;
 /// Maximum ratio of the time to save to that of a plain copy of the same bytes.
 const SLOWER_THAN_A_COPY: f64 = 1.5;
 
+const ALONE: Rank = Rank { rank: 0, world_size: 1 };
+
 /// A trainer with random state, at `place` (rank, world size).
-fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
+fn trainer(config: DraftConfig, rank: Rank) -> Trainer {
     let cpu = |shape: [i64; 2]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
     let hidden = config.hidden_size;
     let fresh = Draft::zeros(config, Device::Cpu);
-    let shards = Shards::even(fresh.layout().elements(), place);
+    let shards = Shards::even(fresh.layout().elements(), rank);
     let optimizer = OptimizerConfig::default();
     let (draft, master_weights) = MasterWeights::new(fresh, Kind::BFloat16, &optimizer, shards);
     master_weights.stream(&Single, &mut |part| drop(part.shallow_clone().uniform_(-1.0, 1.0))).ok();
@@ -52,11 +54,11 @@ fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
         chunk_bytes: 1 << 20,
         kernels: Kernels::Fast,
     };
-    let norm = (&cpu([1, hidden]).squeeze(), 1e-6);
-    let head = TargetIo::plain(cpu([96, hidden]), cpu([96, hidden]), norm);
+    let norm_h = cpu([1, hidden]).squeeze();
+    let head = TargetIo::plain(cpu([96, hidden]), cpu([96, hidden]), &norm_h, 1e-6);
     let anchors = AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
-    Trainer::new((draft, master_weights), (objective, batches))
+    Trainer::new(draft, master_weights, objective, batches)
 }
 
 fn position(step: u64) -> Position {
@@ -99,8 +101,8 @@ fn saving_and_resuming_take_little_memory_beside_the_tensors() {
 fn measure(layers: usize) {
     let dir = tempfile::tempdir().unwrap();
     // The first run also loads code pages.
-    there_and_back(&mut trainer(draft_config(32, 1), (0, 1)), &dir.path().join("small"));
-    let mut trainer = trainer(draft_config(1024, layers), (0, 1));
+    there_and_back(&mut trainer(draft_config(32, 1), ALONE), &dir.path().join("small"));
+    let mut trainer = trainer(draft_config(1024, layers), ALONE);
     let [saving, resuming] = there_and_back(&mut trainer, &dir.path().join("large"));
     let bytes =
         trainer.master_weights.entries().iter().map(|entry| 4 * entry.shape[0]).sum::<i64>();
@@ -122,7 +124,8 @@ fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
     trainer.master_weights.stream(&Single, &mut |part| drop(part.shallow_clone().zero_())).unwrap();
     let _ = trainer.draft.flat().shallow_clone().zero_();
     let resuming = peak_of(|| {
-        resume(trainer, &Checkpoint::at(path, 3), (&position(0), &[])).unwrap();
+        let resuming = Resuming { current: &position(0), allowed: &[] };
+        resume(trainer, &Checkpoint::at(path, 3), resuming).unwrap();
     });
     let stored = TensorFile::open(&saved.join(Checkpoint::TENSORS)).unwrap();
     let mut entries = trainer.master_weights.entries().into_iter();
@@ -184,7 +187,7 @@ fn plain_copy(from: &Path, to: &Path) {
 #[test]
 fn a_rank_that_cannot_write_takes_part_to_the_end() {
     let dir = tempfile::tempdir().unwrap();
-    let trainer = trainer(draft_config(32, 1), (0, 2));
+    let trainer = trainer(draft_config(32, 1), Rank { rank: 0, world_size: 2 });
     let exchanged = |save_path: &Path| {
         let peers = Beside { alike: 1, ..Beside::default() };
         let saved = save(&trainer, &position(2), save_path, &peers);
@@ -252,7 +255,8 @@ fn a_key_of_a_head_that_differs_is_named_by_its_flag() {
     Draft::zeros(draft(3), Device::Cpu).save(dir.path()).unwrap();
     let mut compared = |rank| {
         let at = position(0);
-        let outcome = compare(dir.path(), &at, (&at, &[]), (&draft(rank), (None, None)));
+        let resuming = Resuming { current: &at, allowed: &[] };
+        let outcome = compare(dir.path(), &at, None, resuming, &draft(rank), None);
         outcome.map(|_| ()).map_err(|error| error.to_string())
     };
     assert_eq!(compared(3), Ok(()));

@@ -8,6 +8,7 @@ use tch::Device;
 use super::*;
 use crate::fake::draft_config;
 use crate::optimizer::{Algorithm, MuonConfig, WeightDecay};
+use crate::shards::Rank;
 
 const RATE: f64 = 1e-3;
 
@@ -25,18 +26,18 @@ fn adamw() -> OptimizerConfig {
     OptimizerConfig { algorithm: Algorithm::AdamW, ..muon() }
 }
 
-/// A fresh draft and its master weights, for rank and world size `place` if given.
+/// A fresh draft and its master weights, for `rank` of several if given.
 fn parameters(
     kind: Kind,
     optimizer: &OptimizerConfig,
-    place: Option<(usize, usize)>,
+    rank: Option<Rank>,
 ) -> (Draft, MasterWeights) {
     let fresh = Draft::init(config(), Device::Cpu, |shape| wave(shape, 1.7));
     let layout = fresh.layout();
-    let shards = match (place, optimizer.algorithm) {
+    let shards = match (rank, optimizer.algorithm) {
         (None, _) => Shards::whole(layout.elements()),
-        (Some(place), Algorithm::AdamW) => Shards::even(layout.elements(), place),
-        (Some(place), Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
+        (Some(rank), Algorithm::AdamW) => Shards::even(layout.elements(), rank),
+        (Some(rank), Algorithm::Muon(_)) => Shards::by_parameter(layout, rank),
     };
     MasterWeights::new(fresh, kind, optimizer, shards)
 }
@@ -69,7 +70,8 @@ fn shares_move_as_the_whole_does_and_each_rank_holds_its_part() {
             assert!(largest_difference(&start, &whole.weights) > RATE);
             let mut held = Vec::new();
             for rank in 0..2 {
-                let (_, mut part) = parameters(Kind::Float, &optimizer, Some((rank, 2)));
+                let (_, mut part) =
+                    parameters(Kind::Float, &optimizer, Some(Rank { rank, world_size: 2 }));
                 gradients.iter().for_each(|gradient| part.step(gradient, RATE));
                 let expected = part.shards.view(&whole.weights);
                 assert_eq!(largest_difference(&part.weights, &expected), 0.0);
@@ -129,8 +131,9 @@ fn what_one_rank_wrote_others_take_their_shares_of() {
             writer.stream(&Single, &mut |piece| file.append(piece).unwrap()).unwrap();
             file.finish().unwrap();
             writer.step(&gradients[1], RATE);
-            for place in [None, Some((0, 3)), Some((1, 3)), Some((2, 3))] {
-                let (draft, mut reader) = parameters(Kind::Float, &optimizer, place);
+            for rank in [None, Some(0), Some(1), Some(2)] {
+                let rank = rank.map(|rank| Rank { rank, world_size: 3 });
+                let (draft, mut reader) = parameters(Kind::Float, &optimizer, rank);
                 reader.restore(&draft, &TensorFile::open(&path).unwrap(), 1).unwrap();
                 reader.step(&gradients[1], RATE);
                 let expected = reader.shards.view(&writer.weights);
@@ -172,9 +175,11 @@ fn steps_that_the_device_decides_are_those_of_the_host() {
         // The two paths round in different order, on weights of about one.
         const CLOSE: f64 = 1e-6;
         for optimizer in [decay(0.1, 0.1), decay(0.1, 0.0), muon()] {
-            for (kind, place) in [(Kind::Float, None), (Kind::BFloat16, Some((1, 2)))] {
-                let (draft, mut host) = parameters(kind, &optimizer, place);
-                let (_, mut device) = parameters(kind, &optimizer, place);
+            for (kind, rank) in
+                [(Kind::Float, None), (Kind::BFloat16, Some(Rank { rank: 1, world_size: 2 }))]
+            {
+                let (draft, mut host) = parameters(kind, &optimizer, rank);
+                let (_, mut device) = parameters(kind, &optimizer, rank);
                 let layout = draft.layout();
                 // gaps between parameters get no gradient
                 let inside = Tensor::zeros([layout.elements()], (Kind::Float, Device::Cpu));

@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_wait_is_told_with_its_length_and_a_minute_of_silence_broken() {
-        let bar = StepBar::new((3, 40), false);
+        let bar = StepBar::new(3, 40, false);
         let begun = Instant::now();
         let after = |seconds: u64| begun + Duration::from_secs(seconds);
         let mut doing = Doing::begin(begun);

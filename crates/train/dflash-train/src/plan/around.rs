@@ -44,7 +44,8 @@ impl Servers {
     pub(super) fn new(
         row_tflop: f64,
         row_seconds: [f64; 2],
-        (step_seconds, ranks): ([f64; 2], usize),
+        step_seconds: [f64; 2],
+        ranks: usize,
     ) -> Self {
         let per_trainer = [0, 1].map(|at| row_seconds[at] / step_seconds[at]);
         let gpus = per_trainer.map(|each| (each * ranks as f64).ceil() as usize);
@@ -88,11 +89,7 @@ pub struct AllReduce {
 
 impl AllReduce {
     /// For `parameters` float32 gradients; `None` with a single rank.
-    pub(super) fn new(
-        parameters: i64,
-        (ranks, machines): (usize, usize),
-        gpu: &Gpu,
-    ) -> Option<Self> {
+    pub(super) fn new(parameters: i64, ranks: usize, machines: usize, gpu: &Gpu) -> Option<Self> {
         // A ring passes all but one part around twice: to sum them, and to distribute the sums.
         let in_ring = |members: usize| 2.0 * (members as f64 - 1.0) / members as f64;
         let gradients = parameters as f64 * 4.0;
@@ -113,20 +110,20 @@ mod tests {
     #[test]
     fn a_ring_by_hand() {
         let gpu = Gpu::named("h100").unwrap();
-        assert!(AllReduce::new(1_000_000_000, (1, 1), &gpu).is_none());
-        let one = AllReduce::new(1_000_000_000, (4, 1), &gpu).unwrap();
+        assert!(AllReduce::new(1_000_000_000, 1, 1, &gpu).is_none());
+        let one = AllReduce::new(1_000_000_000, 4, 1, &gpu).unwrap();
         // 4 GB, of which three quarters go around twice.
         assert_eq!((one.bytes, one.network_ms), (6e9, None));
         assert!((one.nvlink_ms - 6.0 / 450.0 * 1e3).abs() < 1e-9);
         assert_eq!(one.pcie_ms, 240.0);
-        let two = AllReduce::new(1_000_000_000, (16, 2), &gpu).unwrap();
+        let two = AllReduce::new(1_000_000_000, 16, 2, &gpu).unwrap();
         // With two machines, each sends half twice.
         assert_eq!(two.network_ms, Some(80.0));
     }
 
     #[test]
     fn servers_keep_pace_with_their_trainers() {
-        let servers = Servers::new(126.0, [0.2, 0.25], ([0.16, 0.2], 3));
+        let servers = Servers::new(126.0, [0.2, 0.25], [0.16, 0.2], 3);
         assert_eq!(servers.per_trainer, [1.25, 1.25]);
         assert_eq!(servers.gpus, [4, 4]);
     }

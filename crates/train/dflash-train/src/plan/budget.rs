@@ -7,8 +7,7 @@ use std::fmt::{self, Display, Formatter};
 use dflash_torch_sys::trace::{Event, Form, Record};
 use serde::Serialize;
 
-use super::efficiency::Efficiency;
-use crate::gpus::Gpu;
+use super::efficiency::RatedGpu;
 
 /// Minimum interval between kernel launches in a stream, seconds.
 const LAUNCH: f64 = 2e-6;
@@ -107,18 +106,18 @@ pub struct OperationBudget {
 
 impl Budget {
     /// The budget of the step in `record`, with `useful` operations, on a GPU with its efficiency.
-    pub(crate) fn new(record: &Record, useful: f64, on: (&Gpu, &Efficiency)) -> Self {
+    pub(crate) fn new(record: &Record, useful: f64, on: RatedGpu<'_>) -> Self {
         let mut budget = Self::of(record, useful, on);
-        let (gpu, efficiency) = on;
-        budget.slow = efficiency.slow().map(|slow| {
-            let Self { products_share, step_ms, mfu, .. } = Self::of(record, useful, (gpu, &slow));
+        budget.slow = on.efficiency.slow().map(|slow| {
+            let on = RatedGpu { efficiency: &slow, ..on };
+            let Self { products_share, step_ms, mfu, .. } = Self::of(record, useful, on);
             SlowStep { products_share, step_ms, mfu }
         });
         budget
     }
 
-    fn of(record: &Record, useful: f64, on: (&Gpu, &Efficiency)) -> Self {
-        let (gpu, efficiency) = on;
+    fn of(record: &Record, useful: f64, on: RatedGpu<'_>) -> Self {
+        let RatedGpu { gpu, efficiency } = on;
         let mut parts: Vec<PartBudget> = Vec::new();
         for event in &record.events {
             let index =
@@ -165,7 +164,7 @@ impl Budget {
     }
 }
 
-fn operations(record: &Record, on: (&Gpu, &Efficiency)) -> Vec<OperationBudget> {
+fn operations(record: &Record, on: RatedGpu<'_>) -> Vec<OperationBudget> {
     let mut sums: BTreeMap<(&'static str, &str), (u64, f64)> = BTreeMap::new();
     for event in &record.events {
         let (launches, ms) = sums.entry((event.part, &event.operation)).or_default();
@@ -188,7 +187,7 @@ impl PartBudget {
         Self { part, launches: 0, waits: 0, moved_gb: 0.0, tflop: 0.0, ms: 0.0, share: 0.0 }
     }
 
-    fn add(&mut self, event: &Event, on: (&Gpu, &Efficiency)) {
+    fn add(&mut self, event: &Event, on: RatedGpu<'_>) {
         self.launches += event.launches;
         self.waits += u64::from(waits(event));
         if event.flops == 0.0 {
@@ -213,7 +212,7 @@ fn waits(event: &Event) -> bool {
     matches!(event.form, Form::BlockingUpload | Form::Wait)
 }
 
-fn seconds(event: &Event, (gpu, efficiency): (&Gpu, &Efficiency)) -> f64 {
+fn seconds(event: &Event, RatedGpu { gpu, efficiency }: RatedGpu<'_>) -> f64 {
     let moved = (event.read + event.written) / (gpu.bandwidth * 1e9 * efficiency.bandwidth);
     match event.form {
         Form::Operator | Form::OwnKernel => {

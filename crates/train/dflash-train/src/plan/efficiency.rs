@@ -34,6 +34,13 @@ impl Family {
     }
 }
 
+/// A GPU, and the shares of its figures that are reached on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RatedGpu<'a> {
+    pub(crate) gpu: &'a Gpu,
+    pub(crate) efficiency: &'a Efficiency,
+}
+
 /// Shares of a GPU's peak figures.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Efficiency {
@@ -130,7 +137,7 @@ impl Efficiency {
     }
 
     /// Seconds of `gpu` for a forward pass, given the operations in matmuls and in attention.
-    pub(super) fn forward_seconds(&self, (products, attention): (f64, f64), gpu: &Gpu) -> f64 {
+    pub(super) fn forward_seconds(&self, products: f64, attention: f64, gpu: &Gpu) -> f64 {
         (products / self.products + attention / self.flash.0) / (gpu.tflops * 1e12)
     }
 

@@ -86,7 +86,8 @@ impl Memory {
 /// The memory of a rank whose largest row is `row`.
 pub(super) fn memory(
     planned: &Planned<'_>,
-    (target, draft): (&TargetFacts, &DraftConfig),
+    target: &TargetFacts,
+    draft: &DraftConfig,
     row: &RowShape,
 ) -> Memory {
     let elements = DraftLayout::new(draft).elements() as f64;
@@ -118,14 +119,14 @@ pub(super) fn memory(
         gradients: 4.0 * elements,
         copy: if bf16 { 2.0 * elements } else { 0.0 },
         frozen: matrix + own_head + pruned * width,
-        activations: activations(draft, row, (width, settings.compute.recompute), gpu),
+        activations: activations(draft, row, width, settings.compute.recompute, gpu),
         // the matmul's result has the computation's type before it is widened
         logits: logits * (1.0 + if bf16 { 0.5 } else { 0.0 }),
         target: colocated.as_ref().map_or(0.0, Colocated::weights),
         target_pass: colocated.as_ref().map_or(0.0, |target| target.pass(row.tokens, row.longest)),
         // With --colocate nothing is fetched or assembled ahead.
         window: if colocated.is_some() { 0.0 } else { window(planned, draft) },
-        ahead: if colocated.is_some() { 0.0 } else { ahead(planned, draft, (row, width)) },
+        ahead: if colocated.is_some() { 0.0 } else { ahead(planned, draft, row, width) },
         widest: 0.0,
         elsewhere: 4.0 * (master_weights + moments + averages) * (elements - share),
         process: if gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
@@ -142,7 +143,7 @@ fn window(planned: &Planned<'_>, draft: &DraftConfig) -> f64 {
 /// Bytes of the buffers for assembled rows: for a GPU bfloat16 in page-locked memory, whose sizes
 /// are powers of two; on a CPU the computation's type, an eighth larger than the row, without the
 /// buffer of the current row.
-fn ahead(planned: &Planned<'_>, draft: &DraftConfig, (row, width): (&RowShape, f64)) -> f64 {
+fn ahead(planned: &Planned<'_>, draft: &DraftConfig, row: &RowShape, width: f64) -> f64 {
     let h = draft.hidden_size as f64;
     let last = if planned.settings.objective.needs_target_distribution() {
         row.tokens * h * 2.0
@@ -160,12 +161,7 @@ fn ahead(planned: &Planned<'_>, draft: &DraftConfig, (row, width): (&RowShape, f
 
 /// Bytes of a row's activations, at `width` bytes per number, if layers keep only their inputs or
 /// everything that their backward pass reads.
-fn activations(
-    draft: &DraftConfig,
-    row: &RowShape,
-    (width, recompute): (f64, bool),
-    gpu: bool,
-) -> f64 {
+fn activations(draft: &DraftConfig, row: &RowShape, width: f64, recompute: bool, gpu: bool) -> f64 {
     let (h, i) = (draft.hidden_size as f64, draft.intermediate_size as f64);
     let heads = draft.num_attention_heads as f64;
     let q_width = heads * draft.head_dim as f64;

@@ -70,7 +70,8 @@ impl Samples for Alike {
 impl Epoch {
     pub(super) fn of(
         planned: &Planned<'_>,
-        (target, draft): (&TargetFacts, &DraftConfig),
+        target: &TargetFacts,
+        draft: &DraftConfig,
     ) -> Result<Self, Error> {
         let vocabulary = target.vocab_size;
         let colocate = planned.settings.hidden_states.colocate;

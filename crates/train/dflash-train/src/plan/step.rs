@@ -58,14 +58,14 @@ impl StepShape<'_> {
             let added = open.add(Some(batch), micro_batch == self.micro_batches)?;
             added.unwrap_or_else(|reason| panic!("a fake CUDA device has no bound: {reason}"));
         }
-        open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
+        open.finish(StepSums::default(), Vote::Continue, RATE, 1.0)?;
         Ok(())
     }
 
     fn trainer(&self) -> Trainer {
         let draft = Draft::zeros(self.draft.clone(), GPU);
         let shards = Shards::whole(draft.layout().elements());
-        let parameters = MasterWeights::new(draft, self.kind, &self.optimizer, shards);
+        let (draft, master_weights) = MasterWeights::new(draft, self.kind, &self.optimizer, shards);
         let head = self.head();
         let batches = BatchMaker {
             lm_head_vh: head.lm_head_vh.narrow(0, 0, self.blocks.head_rows as i64),
@@ -74,7 +74,7 @@ impl StepShape<'_> {
             blocks: self.blocks.clone(),
             head,
         };
-        let mut trainer = Trainer::new(parameters, (self.objective.clone(), batches));
+        let mut trainer = Trainer::new(draft, master_weights, self.objective.clone(), batches);
         trainer.control = Control::of(GPU);
         trainer.keep = self.keep;
         trainer
@@ -86,7 +86,7 @@ impl StepShape<'_> {
         let embedding_vh = matrix();
         let lm_head_vh = if self.tied { embedding_vh.shallow_clone() } else { matrix() };
         let norm_h = Tensor::empty([width], (Kind::Float, GPU));
-        TargetIo::plain(embedding_vh, lm_head_vh, (&norm_h, self.draft.rms_norm_eps))
+        TargetIo::plain(embedding_vh, lm_head_vh, &norm_h, self.draft.rms_norm_eps)
     }
 
     /// As [`BatchMaker::make`], but for a row that no other thread assembled.
@@ -96,7 +96,7 @@ impl StepShape<'_> {
         let blocks = self.blocks.draw(self.draft, self.row, 0);
         let features_ck = self.states(blocks.plan.context_rows() as i64, self.draft.aux_layers());
         let ids = slot_ids(self.draft, self.row, blocks.plan.anchors());
-        let mut batch = batches.batch(draft, blocks, (features_ck, &upload(&ids, GPU)));
+        let mut batch = batches.batch(draft, blocks, features_ck, &upload(&ids, GPU));
         if self.blocks.target_distribution {
             let last_th = self.states(self.row.input_ids.len() as i64, 1);
             batch.target_distribution =

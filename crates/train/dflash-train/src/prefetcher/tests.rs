@@ -93,7 +93,7 @@ struct Script {
     closer: Arc<AtomicBool>,
 }
 
-impl Rows for Script {
+impl RowStream for Script {
     fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
         let Some(act) = self.acts.pop_front() else { return Ok(None) };
         let number = self.asked.fetch_add(1, Ordering::SeqCst);
@@ -150,7 +150,7 @@ fn expected(number: usize) -> Vec<Tensor> {
         (assembler(Some(Dtype::F32), Some(4)), loaded(number, [Dtype::F32; 3]));
     let (blocks, layout) = assembler.plan(&loaded).unwrap();
     let mut bytes = vec![0; layout.bytes()];
-    assembler.write(&loaded, (&blocks, &layout), &mut bytes);
+    assembler.write(&loaded, &blocks, &layout, &mut bytes);
     let bytes_t = Tensor::from_slice(&bytes);
     let parts = [&layout.features, &layout.slot_ids, layout.last.as_ref().unwrap()];
     parts.map(|part| part.of(&bytes_t).copy()).into()

@@ -39,15 +39,7 @@ impl std::fmt::Display for Cause {
             Self::Normed => f.write_str(
                 "the final norm is already applied to its last states: the loss says so, and it reports no log-probabilities that confirm it; make it return the states before the norm, or log-probabilities, with which this is accepted as it is",
             ),
-            Self::NormWeight(sign) => {
-                let (theirs, ours) = if *sign > 0 { ("1 + w", "w") } else { ("w", "1 + w") };
-                write!(
-                    f,
-                    "its final norm multiplies by {theirs}, and that of --target by {ours}: the \
-                     norm's kind is wrong on one side; compare `architectures` of both config.json, \
-                     or state norm_kind in a --target-spec"
-                )
-            }
+            Self::NormWeight(sign) => norm_weight(f, *sign),
             Self::Tied => f.write_str(
                 "it projects with the embedding, and --target has an lm_head of its own: compare \
                  tie_word_embeddings of both config.json",
@@ -58,16 +50,7 @@ impl std::fmt::Display for Cause {
                  side; compare logits_scaling or logit_scale of both config.json, or state logit_scale \
                  in a --target-spec"
             ),
-            Self::Capped(cap) => {
-                let theirs = cap.map_or("does not cap its logits".to_owned(), |cap| {
-                    format!("caps its logits at {cap}")
-                });
-                write!(
-                    f,
-                    "it {theirs}, and --target otherwise: compare final_logit_softcapping of both \
-                     config.json, or state it in a --target-spec"
-                )
-            }
+            Self::Capped(cap) => capped(f, *cap),
             Self::LastIs(id) => write!(
                 f,
                 "what is assumed to be layer {id} is the last layer's output: its layer ids are not \
@@ -79,14 +62,7 @@ impl std::fmt::Display for Cause {
                 "its states are those of the position {}: it puts another token first, such as a begin-of-text token; make it use token ids unchanged (add_special_tokens false)",
                 if *by > 0 { "before" } else { "after" }
             ),
-            Self::EarlierLayer { last, correlation } => write!(
-                f,
-                "the states assumed to be those of the last layer, {last}, give log-probabilities like the \
-                 target's (correlation {correlation:.2}) and not those: they are of an earlier \
-                 layer, or of the target in another form. vLLM counts layers that have run: 0 is \
-                 the embedding, {last} the last; z-lab's ids are one lower. Start it with \
-                 eagle_aux_hidden_state_layer_ids as --target-layer-ids, and {last} last"
-            ),
+            Self::EarlierLayer { last, correlation } => earlier_layer(f, *last, *correlation),
             Self::EmbeddingScale(scale) => write!(
                 f,
                 "its embedding's output is {scale:.4} times that of --target: the embedding's scale \
@@ -123,4 +99,35 @@ impl std::fmt::Display for Cause {
             ),
         }
     }
+}
+
+fn norm_weight(f: &mut std::fmt::Formatter<'_>, sign: i8) -> std::fmt::Result {
+    let (theirs, ours) = if sign > 0 { ("1 + w", "w") } else { ("w", "1 + w") };
+    write!(
+        f,
+        "its final norm multiplies by {theirs}, and that of --target by {ours}: the norm's kind is \
+         wrong on one side; compare `architectures` of both config.json, or state norm_kind in a \
+         --target-spec"
+    )
+}
+
+fn capped(f: &mut std::fmt::Formatter<'_>, cap: Option<f64>) -> std::fmt::Result {
+    let theirs =
+        cap.map_or("does not cap its logits".to_owned(), |cap| format!("caps its logits at {cap}"));
+    write!(
+        f,
+        "it {theirs}, and --target otherwise: compare final_logit_softcapping of both config.json, \
+         or state it in a --target-spec"
+    )
+}
+
+fn earlier_layer(f: &mut std::fmt::Formatter<'_>, last: u32, correlation: f64) -> std::fmt::Result {
+    write!(
+        f,
+        "the states assumed to be those of the last layer, {last}, give log-probabilities like the \
+         target's (correlation {correlation:.2}) and not those: they are of an earlier layer, or of \
+         the target in another form. vLLM counts layers that have run: 0 is the embedding, {last} \
+         the last; z-lab's ids are one lower. Start it with eagle_aux_hidden_state_layer_ids as \
+         --target-layer-ids, and {last} last"
+    )
 }

@@ -239,7 +239,7 @@ impl<'a> Sample<'a> {
 fn rows_of(states: &HiddenStates, id: u32) -> Tensor {
     let (tokens, hidden) = (states.tokens, states.hidden_size);
     let mut bytes = vec![0; tokens * hidden * 4];
-    let written = states.write_rows(id, 0..tokens, Dtype::F32, (&mut bytes, hidden * 4));
+    let written = states.write_rows(id, 0..tokens, Dtype::F32, &mut bytes, hidden * 4);
     assert!(written, "the layer was found in the record");
     Tensor::from_data_size(&bytes, &[tokens as i64, hidden as i64], Kind::Float)
 }

@@ -34,7 +34,7 @@ impl Source {
     fn new() -> Self {
         let norm_h = drawn(&[HIDDEN], 2) * 0.2 + 1.0;
         let (embedding_vh, lm_head_vh) = (drawn(&[ROWS, HIDDEN], 1), drawn(&[ROWS, HIDDEN], 3));
-        let head = TargetIo::plain(embedding_vh, lm_head_vh, (&norm_h, 1e-6));
+        let head = TargetIo::plain(embedding_vh, lm_head_vh, &norm_h, 1e-6);
         let input_ids: Vec<i64> = (0..TOKENS).map(|t| (t * 7 + 3) % ROWS).collect();
         let first_th = head.embed(&Tensor::from_slice(&input_ids));
         let middle_th = &first_th + drawn(&[TOKENS, HIDDEN], 4);

@@ -28,7 +28,7 @@ impl Worker<'_, '_> {
                     meter.say(&note);
                 }
                 let rate = self.rate(step - 1);
-                match self.health.add((loss, rate), &mut self.position) {
+                match self.health.add(loss, rate, &mut self.position) {
                     Some(saved) => self.condemn(saved, loss, meter),
                     None if unproven => self.prune(meter, self.health.good),
                     None => {}
@@ -61,7 +61,8 @@ impl Worker<'_, '_> {
 
     /// The worst condition of the weights over all ranks.
     pub(super) fn weights(&self) -> Result<Weights, Error> {
-        let own = Weights::of(self.trainer.master_weights.soundness());
+        let (finite, largest) = self.trainer.master_weights.soundness();
+        let own = Weights::of(finite, largest);
         let all = self.communicator.all_gather_bytes(&[own.to_byte()])?;
         let all = all.iter().filter_map(|byte| byte.first());
         Ok(all.map(|&byte| Weights::from_byte(byte)).max().unwrap_or(own))
@@ -70,8 +71,8 @@ impl Worker<'_, '_> {
     /// The defect of the present state, if any.
     pub(super) fn ruin(&mut self, weights: Weights) -> Option<String> {
         let step = self.position.step;
-        let now = (self.rate(step.saturating_sub(1)), step == self.total);
-        let judged = self.health.judge(weights, &self.position, now);
+        let (rate, is_end) = (self.rate(step.saturating_sub(1)), step == self.total);
+        let judged = self.health.judge(weights, &self.position, rate, is_end);
         let count = self.position.bad_in_a_row;
         let is_stuck = count >= self.prepared.config.settings.optimizer.max_bad_steps;
         if judged.is_none() && is_stuck {

@@ -106,7 +106,7 @@ impl Health {
 
     /// Adds the loss of a step that changed the weights at learning rate `rate`. Returns the
     /// preceding checkpoint if this loss shows it to be ruined.
-    pub(super) fn add(&mut self, (loss, rate): (f64, f64), position: &mut Position) -> Option<u64> {
+    pub(super) fn add(&mut self, loss: f64, rate: f64, position: &mut Position) -> Option<u64> {
         position.first_loss.get_or_insert(loss);
         let highest = position.highest_loss.get_or_insert(loss);
         *highest = highest.max(loss);
@@ -144,7 +144,8 @@ impl Health {
         &self,
         weights: Weights,
         position: &Position,
-        (rate, is_end): (f64, bool),
+        rate: f64,
+        is_end: bool,
     ) -> Option<String> {
         let mean = self.sum / self.moved as f64;
         match weights {
@@ -264,7 +265,7 @@ fn mean(losses: &[f64]) -> f64 {
 
 impl Weights {
     /// Condition of a share, given whether all its numbers are finite, and its largest weight.
-    pub(super) fn of((finite, largest): (bool, f64)) -> Self {
+    pub(super) fn of(finite: bool, largest: f64) -> Self {
         match finite {
             false => Self::NotFinite,
             true if largest > LARGEST_WEIGHT => Self::TooLarge,
@@ -289,9 +290,6 @@ impl Weights {
 mod tests {
     use super::*;
 
-    /// Not the end, at the usual learning rate.
-    const UNDER_WAY: (f64, bool) = (USUAL_RATE, false);
-
     fn health(ignorance: f64) -> Health {
         Health {
             ignorance,
@@ -309,7 +307,7 @@ mod tests {
 
     #[test]
     fn weights_are_judged_by_the_worst() {
-        let check = |finite, largest, expect| assert_eq!(Weights::of((finite, largest)), expect);
+        let check = |finite, largest, expect| assert_eq!(Weights::of(finite, largest), expect);
         check(true, 80.0, Weights::Sound);
         check(true, 1e4, Weights::TooLarge);
         check(false, 1.0, Weights::NotFinite);
@@ -323,7 +321,7 @@ mod tests {
     fn a_checkpoint_is_good_once_the_step_after_it_is() {
         let (mut health, mut position) = (health(4.0), Position::default());
         let add = |health: &mut Health, loss, position: &mut Position| {
-            health.add((loss, USUAL_RATE), position)
+            health.add(loss, USUAL_RATE, position)
         };
         assert_eq!(add(&mut health, 5.0, &mut position), None);
         assert_eq!(position.first_loss, Some(5.0));
@@ -335,7 +333,7 @@ mod tests {
         health.saved(2, None);
         assert_eq!(add(&mut health, 16.0, &mut position), Some(2));
         assert_eq!(health.last_good(), Some(1));
-        let judged = |health: &Health| health.judge(Weights::Sound, &position, UNDER_WAY);
+        let judged = |health: &Health| health.judge(Weights::Sound, &position, USUAL_RATE, false);
         assert!(judged(&health).unwrap().starts_with("the loss is 16.0000"));
         health.saved(3, Some("ruined".to_owned()));
         assert_eq!(health.last_good(), Some(1));
@@ -346,12 +344,12 @@ mod tests {
     #[test]
     fn fresh_weights_may_be_worse_than_guessing() {
         let (mut health, mut position) = (health(8.3), Position::default());
-        assert_eq!(health.add((41.5, USUAL_RATE), &mut position), None);
-        assert_eq!(health.judge(Weights::Sound, &position, UNDER_WAY), None);
+        assert_eq!(health.add(41.5, USUAL_RATE, &mut position), None);
+        assert_eq!(health.judge(Weights::Sound, &position, USUAL_RATE, false), None);
         health.saved(1, None);
-        assert_eq!(health.add((60.0, USUAL_RATE), &mut position), None);
+        assert_eq!(health.add(60.0, USUAL_RATE, &mut position), None);
         health.saved(2, None);
-        assert_eq!(health.add((100.0, USUAL_RATE), &mut position), Some(2));
+        assert_eq!(health.add(100.0, USUAL_RATE, &mut position), Some(2));
     }
 
     /// A run with these losses at one learning rate, on a target whose guessing loss is 8.3 nats.
@@ -371,13 +369,13 @@ mod tests {
         fn go_on(&mut self, losses: &[f64]) {
             for &loss in losses {
                 self.position.step += 1;
-                self.health.add((loss, self.rate), &mut self.position);
+                self.health.add(loss, self.rate, &mut self.position);
             }
         }
 
         /// Its defect, at the end or midway.
         fn judged(&self, is_end: bool) -> Option<String> {
-            self.health.judge(Weights::Sound, &self.position, (self.rate, is_end))
+            self.health.judge(Weights::Sound, &self.position, self.rate, is_end)
         }
 
         fn fails_for(&self, reason: &str) {
@@ -477,9 +475,9 @@ mod tests {
     #[test]
     fn a_spike_below_guessing_is_no_ruin() {
         let (mut health, mut position) = (health(11.0), Position::default());
-        health.add((0.5, USUAL_RATE), &mut position);
+        health.add(0.5, USUAL_RATE, &mut position);
         health.saved(1, None);
-        assert_eq!(health.add((20.0, USUAL_RATE), &mut position), None);
+        assert_eq!(health.add(20.0, USUAL_RATE, &mut position), None);
     }
 
     #[test]

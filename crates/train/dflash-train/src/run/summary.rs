@@ -9,7 +9,9 @@ use dflash_run::{MetricLine, Position, RunDir, ValidationLine};
 pub(super) fn closing(
     how: &str,
     run: &RunDir,
-    (position, (begun_at, total)): (&Position, (u64, u64)),
+    position: &Position,
+    begun_at: u64,
+    total: u64,
     elapsed: Duration,
 ) -> String {
     let step = position.step;
@@ -107,9 +109,8 @@ mod tests {
         let run = RunDir::at(dir.path());
         let position = Position { step: 12, samples: 48, tokens: 700, ..Position::default() };
         let position = Position { anchors: 90, skipped_samples: 3, bad_steps: 1, ..position };
-        let said = |begun_at| {
-            closing("done", &run, (&position, (begun_at, 12)), Duration::from_millis(3420))
-        };
+        let said =
+            |begun_at| closing("done", &run, &position, begun_at, 12, Duration::from_millis(3420));
         let totals = "  48 samples, 700 tokens, 90 anchors; 3 samples skipped, 1 bad steps";
         let empty = format!("done: 12 of 12 steps, 5 of them now, 3.4 s of training\n{totals}");
         assert_eq!(said(7), empty);

@@ -441,7 +441,7 @@ fn what_the_device_decides_is_what_the_host_would() {
         let host = world.train_on(&config, &streamed(&config), &Single).unwrap();
         let config = with(config, |settings| settings.save_path = world.path("device"));
         let device =
-            world.train_with(&config, &streamed(&config), (&Single, Control::Device)).unwrap();
+            world.train_with(&config, &streamed(&config), &Single, Control::Device).unwrap();
         assert_eq!(host.step, device.step);
         let [host, device] = [("host", host), ("device", device)]
             .map(|(save, outcome)| left(&world, save, &outcome).1);
@@ -456,14 +456,14 @@ fn what_the_device_decides_is_what_the_host_would() {
 #[test]
 fn steps_read_late_are_those_read_at_once() {
     let (world, config) = spoiled("often", 1);
-    let often = world.train_with(&config, &streamed(&config), (&Single, Control::Device)).unwrap();
+    let often = world.train_with(&config, &streamed(&config), &Single, Control::Device).unwrap();
     let steps = often.step;
     let config = with(config, |settings| {
         settings.save_path = world.path("seldom");
         settings.log_every = 1000;
     });
     let before = readback::count();
-    let seldom = world.train_with(&config, &streamed(&config), (&Single, Control::Device)).unwrap();
+    let seldom = world.train_with(&config, &streamed(&config), &Single, Control::Device).unwrap();
     // the first step, the last, and the state's numbers before the one checkpoint
     assert_eq!(readback::count() - before, 2 + 4, "of {steps} steps");
     let (often_state, often) = left(&world, "often", &often);
@@ -485,16 +485,16 @@ fn steps_read_late_are_those_read_at_once() {
 #[test]
 fn a_run_whose_steps_are_read_late_resumes_behind_a_bad_one() {
     let (world, config) = spoiled("whole", 1000);
-    let device = (&Single as &dyn dflash_dist::Communicator, Control::Device);
-    let whole = world.train_with(&config, &streamed(&config), device).unwrap();
+
+    let whole = world.train_with(&config, &streamed(&config), &Single, Control::Device).unwrap();
     let cut = with(config, |settings| {
         settings.save_path = world.path("out");
         settings.checkpoints.save_every = Some(4);
     });
-    world.train_with(&cut, &streamed(&cut), device).unwrap();
+    world.train_with(&cut, &streamed(&cut), &Single, Control::Device).unwrap();
     assert_eq!(world.saved("out"), [4, 7]);
     let rest = with(cut, |settings| settings.resume = Some(ResumeMode::Step(4)));
-    let on = world.train_with(&rest, &streamed(&rest), device).unwrap();
+    let on = world.train_with(&rest, &streamed(&rest), &Single, Control::Device).unwrap();
     assert_eq!(on.step, whole.step);
     let counts = |save: &str| {
         let line = world.lines(save, "metrics.jsonl").pop().unwrap();
@@ -515,7 +515,7 @@ fn bad_steps_that_are_read_late_end_the_run_at_the_next_reading() {
     });
     let launcher = Beside::default();
     let refusal =
-        refused(world.train_with(&config, &streamed(&config), (&launcher, Control::Device)));
+        refused(world.train_with(&config, &streamed(&config), &launcher, Control::Device));
     assert!(refusal.contains("4 consecutive steps is not finite (last: step 4)"), "{refusal}");
     assert_eq!(launcher.permanent.load(Relaxed), 1);
     assert_eq!(world.saved("out"), [0_u64; 0]);
@@ -527,8 +527,9 @@ fn bad_steps_that_are_read_late_end_the_run_at_the_next_reading() {
 fn nothing_to_learn_is_known_without_the_device() {
     let world = World::with_mask(|_, t| t == 5);
     let before = readback::count();
-    let device = (&Single as &dyn dflash_dist::Communicator, Control::Device);
-    let error = refused(world.train_with(&world.config("out"), &world.rows(), device));
+
+    let error =
+        refused(world.train_with(&world.config("out"), &world.rows(), &Single, Control::Device));
     assert!(error.contains("had no supervised slot"), "{error}");
     // Nothing is saved, so the state is not checked either.
     assert_eq!(world.saved("out"), [0_u64; 0]);
@@ -541,7 +542,7 @@ fn all_ranks_go_by_the_norm_of_rank_0_on_the_device_too() {
     let one = |save: &str| with(world.config(save), |settings| settings.rows.max_steps = Some(1));
     let told = |save: &str, norm: f64| {
         let rank_0 = Beside { broadcast_value: Some(norm), ..Beside::default() };
-        world.train_with(&one(save), &world.rows(), (&rank_0, Control::Device))
+        world.train_with(&one(save), &world.rows(), &rank_0, Control::Device)
     };
     told("other", 100.0).unwrap();
     assert_eq!(world.lines("other", "metrics.jsonl")[0]["gradient_norm"], 100.0);
@@ -550,8 +551,8 @@ fn all_ranks_go_by_the_norm_of_rank_0_on_the_device_too() {
     assert_eq!(world.lines("none", "metrics.jsonl")[0]["bad_steps"], 1);
     // two ranks contributing the same double every sum, and divide by twice as much
     let two = Beside { alike: 1, ..Beside::default() };
-    let alone = world.train_with(&one("alone"), &world.rows(), (&Single, Control::Device));
-    let together = world.train_with(&one("together"), &world.rows(), (&two, Control::Device));
+    let alone = world.train_with(&one("alone"), &world.rows(), &Single, Control::Device);
+    let together = world.train_with(&one("together"), &world.rows(), &two, Control::Device);
     let [alone, together] = [alone, together].map(|run| World::state(&run.unwrap().saved()));
     assert_eq!(alone, together);
 }

@@ -152,7 +152,7 @@ impl<'a> Worker<'a, '_> {
             vote = vote.max(Vote::Stop);
         }
         sums.stream = counted(&rows.counters());
-        let finished = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
+        let finished = step.finish(sums, vote, rate, settings.optimizer.max_grad_norm)?;
         let vote = finished.vote;
         vote.settle(failure)?;
         self.advance(&finished.sums);
@@ -199,7 +199,7 @@ impl<'a> Worker<'a, '_> {
     /// Whether a validation is due.
     fn validates(&self) -> bool {
         let (step, total) = (self.position.step, self.total);
-        self.validation.as_ref().is_some_and(|it| it.is_due((step, self.saves()), total))
+        self.validation.as_ref().is_some_and(|it| it.is_due(step, self.saves(), total))
     }
 
     /// Whether a checkpoint is due after this step: at the set interval or an epoch's end.
@@ -320,7 +320,7 @@ impl<'a> Worker<'a, '_> {
     /// Validates if due and not done yet.
     fn validate(&mut self, meter: &mut Meter) -> Result<(), Halt> {
         let (step, total) = (self.position.step, self.total);
-        let due = |it: &&Validation<'_, '_>| it.is_due((step, self.saves()), total);
+        let due = |it: &&Validation<'_, '_>| it.is_due(step, self.saves(), total);
         let Some(validation) = self.validation.as_ref().filter(due) else { return Ok(()) };
         meter.say(&validation.announcement(step));
         if validation.measures() || step == total {
@@ -328,8 +328,8 @@ impl<'a> Worker<'a, '_> {
         }
         let begun = Instant::now();
         let Some(validation) = &mut self.validation else { return Ok(()) };
-        let of = (&self.trainer, self.communicator);
-        let line = meter.aside(|| validation.run(step, of, meter))?;
+        let (trainer, communicator) = (&self.trainer, self.communicator);
+        let line = meter.aside(|| validation.run(step, trainer, communicator, meter))?;
         meter.validated_for(begun.elapsed());
         meter.validated(&line)?;
         // best.json must name an existing, usable checkpoint
@@ -353,7 +353,7 @@ impl<'a> Worker<'a, '_> {
         if self.communicator.rank() == 0 {
             let run = RunDir::at(&config.settings.save_path);
             let trackers = trackers(config, self.position.step)?;
-            meter.open(run, trackers, (self.position.step, self.total), config.progress)?;
+            meter.open(run, trackers, self.position.step, self.total, config.progress)?;
         }
         Ok(meter)
     }
@@ -486,8 +486,9 @@ impl<'a> Worker<'a, '_> {
     fn summarise(&self, how: &str, meter: &Meter) {
         if self.communicator.rank() == 0 {
             let run = RunDir::at(&self.prepared.config.settings.save_path);
-            let steps = (self.begun_at, self.total);
-            meter.say(&summary::closing(how, &run, (&self.position, steps), meter.elapsed()));
+            let (begun_at, total) = (self.begun_at, self.total);
+            let elapsed = meter.elapsed();
+            meter.say(&summary::closing(how, &run, &self.position, begun_at, total, elapsed));
         }
     }
 

@@ -6,35 +6,46 @@ use tch::{Kind, Tensor};
 
 use super::{CallGradient, Results};
 
-/// A sequence's queries and keys as (first, count), and the visible pairs.
+/// Consecutive rows.
+#[derive(Clone, Copy)]
+struct RowSpan {
+    first: i64,
+    rows: i64,
+}
+
+/// A sequence's queries and keys, and the visible pairs.
 struct Sequence {
-    queries: (i64, i64),
-    keys: (i64, i64),
+    queries: RowSpan,
+    keys: RowSpan,
     visible: Tensor,
 }
 
-/// The sequences described by the tensors.
-fn sequences(of: &Sequences, total: (i64, i64)) -> Vec<Sequence> {
-    let (queries, keys) = (spans(&of.cu_q, of.max_q, total.0), spans(&of.cu_k, of.max_k, total.1));
+/// The sequences described by the tensors, with the total numbers of queries and keys.
+fn sequences(of: &Sequences, all_queries: i64, all_keys: i64) -> Vec<Sequence> {
+    let queries = spans(&of.cu_q, of.max_q, all_queries);
+    let keys = spans(&of.cu_k, of.max_k, all_keys);
     assert_eq!(queries.len(), keys.len());
-    let one = |(queries, keys): ((i64, i64), (i64, i64))| Sequence {
+    let one = |(queries, keys): (RowSpan, RowSpan)| Sequence {
         queries,
         keys,
-        visible: visible(of.window, queries.1, keys.1),
+        visible: visible(of.window, queries.rows, keys.rows),
     };
     queries.into_iter().zip(keys).map(one).collect()
 }
 
-/// (first, count) of each sequence's rows.
-fn spans(ends: &Tensor, longest: i64, total: i64) -> Vec<(i64, i64)> {
+/// Each sequence's rows.
+fn spans(ends: &Tensor, longest: i64, total: i64) -> Vec<RowSpan> {
     assert_eq!((ends.kind(), ends.dim()), (Kind::Int, 1), "kernels read int32");
     assert!(ends.is_contiguous());
     let ends = Vec::<i32>::try_from(ends).unwrap();
     assert_eq!((ends[0], i64::from(ends[ends.len() - 1])), (0, total), "rows beside all sequences");
-    let span = |pair: &[i32]| (i64::from(pair[0]), i64::from(pair[1] - pair[0]));
-    let spans: Vec<(i64, i64)> = ends.windows(2).map(span).collect();
-    assert!(spans.iter().all(|&(_, length)| length > 0), "infinities for an empty sequence");
-    assert_eq!(spans.iter().map(|&(_, length)| length).max(), Some(longest));
+    let span = |pair: &[i32]| {
+        let (first, end) = (i64::from(pair[0]), i64::from(pair[1]));
+        RowSpan { first, rows: end - first }
+    };
+    let spans: Vec<RowSpan> = ends.windows(2).map(span).collect();
+    assert!(spans.iter().all(|span| span.rows > 0), "infinities for an empty sequence");
+    assert_eq!(spans.iter().map(|span| span.rows).max(), Some(longest));
     spans
 }
 
@@ -70,17 +81,17 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor) {
     assert_eq!((k.size(), k.size()[2]), (v.size(), q.size()[2]));
 }
 
-fn part(x: &Tensor, (first, rows): (i64, i64)) -> Tensor {
-    x.narrow(0, first, rows)
+fn part(x: &Tensor, span: RowSpan) -> Tensor {
+    x.narrow(0, span.first, span.rows)
 }
 
 pub(super) fn for_each_pair(of: &Sequences, mut pair: impl FnMut(usize, usize)) {
     let end = |ends: &Tensor| ends.int64_value(&[-1]);
-    for one in sequences(of, (end(&of.cu_q), end(&of.cu_k))) {
+    for one in sequences(of, end(&of.cu_q), end(&of.cu_k)) {
         let visible = Vec::<bool>::try_from(one.visible.flatten(0, 1)).unwrap();
-        for (query, row) in visible.chunks(one.keys.1 as usize).enumerate() {
+        for (query, row) in visible.chunks(one.keys.rows as usize).enumerate() {
             for key in (0..row.len()).filter(|&key| row[key]) {
-                pair(one.queries.0 as usize + query, one.keys.0 as usize + key);
+                pair(one.queries.first as usize + query, one.keys.first as usize + key);
             }
         }
     }
@@ -97,7 +108,7 @@ pub(super) fn forward(
     let heads = q.size()[1];
     let (k, v) = (expanded(k, heads), expanded(v, heads));
     let (mut out, mut lse) = (Vec::new(), Vec::new());
-    for one in sequences(of, (q.size()[0], k.size()[0])) {
+    for one in sequences(of, q.size()[0], k.size()[0]) {
         let scores = scores(&one, scale, &part(q, one.queries), &part(&k, one.keys));
         lse.push(scores.logsumexp([-1i64].as_slice(), false));
         let weights = scores.softmax(-1, None::<Kind>);
@@ -120,11 +131,11 @@ pub(super) fn backward(
     assert_eq!(lse.size(), [heads, q.size()[0]]);
     assert_eq!((out.size(), dout.size()), (q.size(), q.size()));
     let (k, v) = (expanded(k, heads), expanded(v, heads));
-    let by_head = |x: &Tensor, rows: (i64, i64)| part(x, rows).transpose(0, 1);
+    let by_head = |x: &Tensor, rows: RowSpan| part(x, rows).transpose(0, 1);
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
-    for one in sequences(of, (q.size()[0], k.size()[0])) {
+    for one in sequences(of, q.size()[0], k.size()[0]) {
         let (rows, keys) = (one.queries, one.keys);
-        let lse = lse.narrow(1, rows.0, rows.1).unsqueeze(-1);
+        let lse = lse.narrow(1, rows.first, rows.rows).unsqueeze(-1);
         let p = (scores(&one, scale, &part(q, rows), &part(&k, keys)) - lse).exp();
         let dout = by_head(dout, rows);
         let delta = (&dout * by_head(out, rows)).sum_dim_intlist([-1i64].as_slice(), true, None);

@@ -39,7 +39,7 @@ impl ContextCache {
     }
 
     /// Writes `rows` of `own` from `start` on after a layer's context.
-    pub(super) fn write(&self, layer: usize, own: &KeyValue, (start, rows): (i64, i64)) {
+    pub(super) fn write(&self, layer: usize, own: &KeyValue, start: i64, rows: i64) {
         let (k, v) = &self.layers[layer];
         k.narrow(1, self.length, rows).copy_(&own.k_jtd.narrow(1, start, rows));
         v.narrow(1, self.length, rows).copy_(&own.v_jtd.narrow(1, start, rows));
@@ -89,7 +89,7 @@ impl Draft {
             for ContextPart { cache, rows } in &*parts {
                 let rows = *rows as i64;
                 assert!(cache.length + rows <= cache.capacity, "the context cache is full");
-                cache.write(index, &kv, (start, rows));
+                cache.write(index, &kv, start, rows);
                 start += rows;
             }
         }
@@ -114,7 +114,7 @@ impl Draft {
         let mut x = blocks_nh.shallow_clone();
         let mut shared: Vec<Shared> = caches.iter().map(|_| Shared::default()).collect();
         for index in 0..self.views.layers.len() {
-            x = self.blocks_layer(index, caches, &x, (&rope, &mut shared));
+            x = self.blocks_layer(index, caches, &x, &rope, &mut shared);
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -149,7 +149,8 @@ impl Draft {
         index: usize,
         caches: &[&ContextCache],
         x: &Tensor,
-        (rope, shared): (&RotaryTables, &mut [Shared]),
+        rope: &RotaryTables,
+        shared: &mut [Shared],
     ) -> Tensor {
         let layer = &self.views.layers[index];
         let weights = &self.decode_weights().layers[index];
@@ -158,8 +159,8 @@ impl Draft {
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
         let attended = caches.iter().zip(shared).enumerate().map(|(number, (cache, shared))| {
             let start = number as i64 * slots;
-            cache.write(index, &own, (start, slots));
-            self.attend_cached((cache, index), &q_jngd.narrow(1, start, slots), shared)
+            cache.write(index, &own, start, slots);
+            self.attend_cached(cache, index, &q_jngd.narrow(1, start, slots), shared)
         });
         let out = Tensor::cat(&attended.collect::<Vec<_>>(), 0);
         self.decode_output(layer, weights, x, &out)

@@ -1,7 +1,7 @@
 //! Routing and experts against loops in plain arithmetic, and every storage layout of experts.
 
-use dflash_tensor::Weights;
 use dflash_tensor::checkpoint::write_safetensors;
+use dflash_tensor::{DeviceKind, Weights};
 use dflash_test_support::seeded;
 
 use super::*;
@@ -164,7 +164,7 @@ fn read(tensors: &[(&str, Tensor)], stored: Stored, bias: bool) -> Result<Expert
     Experts::new(
         &Init {
             weights: Some(&weights),
-            options: CPU,
+            place: DeviceKind::CPU_F32,
             prefix: "",
             shard: Shard::WHOLE,
             packing: None,

@@ -53,7 +53,7 @@ impl Experts {
     pub(crate) fn new(init: &Init, spec: &ExpertsSpec) -> Result<Self> {
         let ExpertsSpec { hidden, inner, gated, weighed, .. } = *spec;
         let (experts, shard) = (init.share(spec.experts), init.shard.clone());
-        let empty = |shape: &[i64]| Tensor::empty(shape, init.options);
+        let empty = |shape: &[i64]| Tensor::empty(shape, init.place.options());
         let biases = spec.bias.then(|| (empty(&[experts, 2 * inner]), empty(&[experts, hidden])));
         let gate_up_ehi = empty(&[experts, hidden, 2 * inner]);
         let down_eih = empty(&[experts, inner, hidden]);

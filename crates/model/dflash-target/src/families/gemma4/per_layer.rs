@@ -22,7 +22,9 @@ pub(super) struct PerLayerInput {
 
 impl PerLayerInput {
     pub(super) fn new(
-        (config, size, gated): (&TargetConfig, i64, Gated),
+        config: &TargetConfig,
+        size: i64,
+        gated: Gated,
         number: usize,
         module: &str,
         init: &Init,
@@ -71,7 +73,7 @@ impl PerLayerInputs {
         "per_layer_projection_norm.weight",
     ];
 
-    pub(super) fn new((config, per_layer): (&TargetConfig, PerLayer), init: &Init) -> Result<Self> {
+    pub(super) fn new(config: &TargetConfig, per_layer: PerLayer, init: &Init) -> Result<Self> {
         let PerLayer { size, vocab_size } = per_layer;
         let (hidden, layers) = (config.hidden_size, config.num_hidden_layers as i64);
         let projection = init.path("per_layer_model_projection");

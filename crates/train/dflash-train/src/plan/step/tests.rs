@@ -12,7 +12,7 @@ use super::*;
 use crate::gpus::Gpu;
 use crate::optimizer::{Algorithm, MuonConfig};
 use crate::plan::Budget;
-use crate::plan::efficiency::Efficiency;
+use crate::plan::efficiency::{Efficiency, RatedGpu};
 
 const TOKENS: usize = 8192;
 const BLOCK: usize = 16;
@@ -132,7 +132,8 @@ fn budget(of: &Dimensions, anchors: usize, gpu: &str) -> Budget {
     let shape = shape(&draft, &row, anchors);
     let useful = shape.work().flops(&draft).total();
     let gpu = Gpu::named(gpu).unwrap();
-    Budget::new(&shape.record().unwrap(), useful, (&gpu, &Efficiency::assumed(&gpu)))
+    let efficiency = Efficiency::assumed(&gpu);
+    Budget::new(&shape.record().unwrap(), useful, RatedGpu { gpu: &gpu, efficiency: &efficiency })
 }
 
 impl StepShape<'_> {
@@ -296,7 +297,7 @@ fn a_tensor_that_was_left_on_the_host_is_found() {
         let size = [blocks.plan.context_rows() as i64, draft.aux_layers() * draft.hidden_size];
         let on_host = Tensor::empty(size, (Kind::BFloat16, Device::Cpu));
         let ids = upload(&slot_ids(&draft, &row, blocks.plan.anchors()), GPU);
-        let batch = trainer.batches.batch(&trainer.draft, blocks, (on_host, &ids));
+        let batch = trainer.batches.batch(&trainer.draft, blocks, on_host, &ids);
         let _ = trainer.draft.forward_keeping(&batch.input, Keep::Activations);
     });
     assert!(message.contains("aten::mm: mixes a tensor on cpu"), "{message}");
