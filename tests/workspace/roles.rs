@@ -84,7 +84,9 @@ fn a_researcher_compares_two_heads() {
     assert_eq!(kinds, [None, Some("markov".to_owned())]);
     let report = json(&work.join("eval/eval.json"));
     let drafts = report["drafts"].as_array().expect("a list");
-    assert_eq!(drafts.len(), 2, "{report}");
+    let labels: Vec<&str> = drafts.iter().filter_map(|draft| draft["label"].as_str()).collect();
+    // With whole blocks, and with as many proposals as pay.
+    assert_eq!(labels, ["dflash", "dflash auto", "markov", "markov auto"]);
 }
 
 #[test]
