@@ -315,12 +315,8 @@ mod tests {
         let check = |allowed: &[&str], host: &str, expect: bool| {
             let allowed_origins = allowed.iter().map(|origin| (*origin).to_owned()).collect();
             // With a key the requests of other hosts are answered; the page is not.
-            let guard = Guard {
-                allowed_origins,
-                has_key: true,
-                host: "127.0.0.1".into(),
-                ..Guard::default()
-            };
+            let own = "127.0.0.1".into();
+            let guard = Guard { allowed_origins, has_key: true, host: own, ..Guard::default() };
             assert_eq!(guard.check_page(&headers(header::HOST, host)).is_ok(), expect, "{host}");
         };
         check(&[], "localhost:8000", true);
