@@ -20,7 +20,7 @@ pub(super) fn correct(args: &[OsString], refusal: Refusal) -> Refusal {
             if let Some(refusal) = way_out(args, &error) {
                 return refusal;
             }
-            drop_far_values(&mut error);
+            suggest_nearest_value(&mut error);
         }
         ErrorKind::InvalidSubcommand => {
             if text(&error, ContextKind::InvalidSubcommand) == Some("benchmark") {
@@ -63,13 +63,15 @@ fn way_out(args: &[OsString], error: &clap::Error) -> Option<Refusal> {
     Some(usage_error(name, ErrorKind::InvalidValue, &message))
 }
 
-/// clap takes any word that shares letters for a similar one, such as zsh for tcsh.
-fn drop_far_values(error: &mut clap::Error) {
+/// clap takes any word that shares letters for a similar one, such as zsh for tcsh, and no short word with two
+/// letters exchanged: the nearest value is suggested in its place, if one is near.
+fn suggest_nearest_value(error: &mut clap::Error) {
     let Some(given) = text(error, ContextKind::InvalidValue) else { return };
-    let suggested = text(error, ContextKind::SuggestedValue);
-    if suggested.is_some_and(|suggested| nearest(given, [suggested]).is_none()) {
-        error.remove(ContextKind::SuggestedValue);
-    }
+    let Some(ContextValue::Strings(known)) = error.get(ContextKind::ValidValue) else { return };
+    match nearest(given, known.iter().map(String::as_str)).map(str::to_owned) {
+        Some(near) => error.insert(ContextKind::SuggestedValue, ContextValue::String(near)),
+        None => error.remove(ContextKind::SuggestedValue),
+    };
 }
 
 /// `use '-- --flag'` is for words that begin with dashes; only a prompt is such a word.
