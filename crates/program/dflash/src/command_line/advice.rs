@@ -68,7 +68,8 @@ fn way_out(args: &[OsString], error: &clap::Error) -> Option<Refusal> {
 fn suggest_nearest_value(error: &mut clap::Error) {
     let Some(given) = text(error, ContextKind::InvalidValue) else { return };
     let Some(ContextValue::Strings(known)) = error.get(ContextKind::ValidValue) else { return };
-    match nearest(given, known.iter().map(String::as_str)).map(str::to_owned) {
+    let near = nearest(given, known.iter().map(String::as_str)).map(str::to_owned);
+    match near {
         Some(near) => error.insert(ContextKind::SuggestedValue, ContextValue::String(near)),
         None => error.remove(ContextKind::SuggestedValue),
     };
