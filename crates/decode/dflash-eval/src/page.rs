@@ -154,7 +154,8 @@ fn tiles(report: &EvalReport) -> String {
     });
     let tiles = [
         speed_up(one).map(|(value, error)| {
-            tile("Speed-up", &with_error(value, error, "\u{d7}"), "after the first token")
+            let text = with_error(value, error, "").trim().to_owned() + "\u{d7}";
+            tile("Speed-up", &text, "after the first token")
         }),
         one.table_tau().map(|tau| {
             let error = one.noise.get("acceptance_length_per_response").copied();

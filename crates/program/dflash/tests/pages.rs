@@ -262,7 +262,6 @@ fn a_followed_run_is_shown_as_it_grows() {
     browser.value("document.querySelector('#settings').open = true");
     browser.value("document.querySelector('svg[aria-label=Loss]').focus()");
     browser.press("Home");
-    shoot(&mut browser, "follow.png", 900);
     for line in lines {
         writeln!(file, "{line}").unwrap();
     }

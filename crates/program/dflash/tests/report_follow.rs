@@ -74,6 +74,6 @@ fn what_does_not_go_together_is_refused() {
         assert!(!output.status.success() && text.contains(expect), "{args:?}: {text}");
     };
     refused(&["run", "--follow", "--output", "x.html"], "needs no --follow");
-    refused(&["run", "--port-file", "port"], "needs --follow");
+    refused(&["run", "--port-file", "port"], "--follow");
     refused(&["run", "--follow", "--host", "no.such.host.invalid"], "--host 127.0.0.1");
 }

@@ -47,7 +47,9 @@ impl Chart {
         let across = range(points().map(|point| point.0), false);
         let counts = points().all(|point| point.0.fract() == 0.0);
         let across = Axis::across(across, 7, counts);
-        let most = capped(points().map(|point| point.1));
+        // Only a run begins with values that soon do not matter.
+        let is_run = self.axis == "step";
+        let most = capped(points().map(|point| point.1)).filter(|_| is_run);
         let values = points().map(|point| point.1.min(most.unwrap_or(f64::INFINITY)));
         let up = Axis::up(range(values, true));
         let lines = self.lines.iter().enumerate();
