@@ -221,7 +221,7 @@ mod tests {
             let marked = document.input_ids.iter().zip(&document.loss_mask);
             let ids: Vec<i64> = marked.filter(|(_, mask)| **mask).map(|(&id, _)| id).collect();
             let expect: String =
-                turns.iter().map(|turn| format!("{}<|im_end|>\n", turn.answer)).collect();
+                turns.iter().map(|turn| format!("{}<|im_end|>", turn.answer)).collect();
             assert_eq!(tokenizer.decode(&ids, false).unwrap(), expect);
         }
     }

@@ -75,7 +75,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     // Once: by the process that starts the ranks, or the only one.
     if !matches!(&role, Role::Worker(_)) {
         notices::on_vocabulary(&config);
-        notices::on_patience(&config, &draft)?;
+        notices::on_patience(&config, &draft);
     }
     let grace = save_grace(settings.checkpoints.grace, prepared.time_to_save());
     dflash::set_save_grace(grace);

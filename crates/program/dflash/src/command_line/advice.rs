@@ -112,7 +112,7 @@ mod tests {
         assert!(unknown.contains("--thinking") && !unknown.contains("-- --"), "{unknown}");
         assert!(refusal(&format!("{train} --max-step 3")).contains("--max-steps"));
         assert!(refusal("dflash benchmark").contains("with `dflash eval` here"));
-        assert!(refusal("dflash generate --target t --hello").contains("-- --hello"));
+        assert!(refusal("dflash generate --target t --why").contains("-- --why"));
     }
 
     #[test]

@@ -20,24 +20,27 @@ pub(super) fn on_vocabulary(config: &TrainConfig) {
     }
 }
 
-/// Names values that finish in hours, if the run would take more than a day on a CPU.
-///
-/// # Errors
-/// A target or dataset that the run could not read either.
-pub(super) fn on_patience(config: &TrainConfig, draft: &Draft) -> anyhow::Result<()> {
+/// Names values that finish in hours, if the run would take more than a day on a CPU. A run of which
+/// the planner cannot say that is no worse for it.
+pub(super) fn on_patience(config: &TrainConfig, draft: &Draft) {
+    match advice(config, draft) {
+        Ok(Some(notice)) => tracing::warn!("{notice}"),
+        Ok(None) => {}
+        Err(error) => tracing::debug!("how long the run takes is not known: {error:#}"),
+    }
+}
+
+fn advice(config: &TrainConfig, draft: &Draft) -> anyhow::Result<Option<String>> {
     let settings = &config.settings;
     if settings.resume.is_some() || !plan::is_on_a_cpu(&device(settings)) {
-        return Ok(());
+        return Ok(None);
     }
     let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
     let shape = |of: &DraftSettings| draft.shape(of, &target);
     let settings = as_plan(settings)?;
     let typed = Typed::default();
     let found = plan::suggest(&settings, (&config.target_dir, &target), &shape, &typed)?;
-    if let Some(notice) = notice(&found.ways) {
-        tracing::warn!("{notice}");
-    }
-    Ok(())
+    Ok(notice(&found.ways))
 }
 
 /// The way as asked takes too long, and another does not.
