@@ -123,8 +123,9 @@ fn figures(eval: &Value) -> Vec<String> {
         number(&eval["acceptance_length"]),
         number(&eval["acceptance_length_per_response"])
     );
+    // An error of the speed-up may follow.
     let speeds = format!(
-        "| {:.1} | {:.1} | {:.2}x |",
+        "| {:.1} | {:.1} | {:.2}",
         number(&speed["plain"]),
         number(&speed["speculative"]),
         number(&speed["speed_up"])

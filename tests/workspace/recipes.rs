@@ -87,7 +87,7 @@ impl Stage {
 fn check_stages(name: &str) {
     let file = file(name);
     let text = fs::read_to_string(&file).unwrap();
-    let has = |table: &str| text.lines().any(|line| line == format!("[{table}]"));
+    let has = |table: &str| text.lines().any(|line| line.starts_with(&format!("[{table}]")));
     let mut made: Vec<String> = OF_THE_DEMO.map(str::to_owned).to_vec();
     let is_there = |made: &[String], what: &str| {
         made.iter().any(|it| it == what) || root().join(what).exists()
