@@ -82,7 +82,7 @@ pub(crate) fn find_answer(renders: Renders<'_>) -> Option<Found> {
     let own_context = in_full + whole_markers(between, common(between, &prompt[in_prompt..]));
     let rest = &full[own_context..text];
     let ends = rest.char_indices().map(|(at, letter)| at + letter.len_utf8());
-    let overlap = ends.filter(|&end| prompt.ends_with(&rest[..end])).last().unwrap_or(0);
+    let overlap = ends.rev().find(|&end| prompt.ends_with(&rest[..end])).unwrap_or(0);
     Some(Found { answer: own_context + overlap, own_context })
 }
 

@@ -22,12 +22,12 @@ pub(super) fn correct(args: &[OsString], refusal: Refusal) -> Refusal {
             }
             suggest_nearest_value(&mut error);
         }
-        ErrorKind::InvalidSubcommand => {
-            if text(&error, ContextKind::InvalidSubcommand) == Some("benchmark") {
-                let message = "`benchmark` is a command of z-lab's Python package, whose program has this \
-                               name too; drafters are measured with `dflash eval` here";
-                return usage_error("", ErrorKind::InvalidSubcommand, message);
-            }
+        ErrorKind::InvalidSubcommand
+            if text(&error, ContextKind::InvalidSubcommand) == Some("benchmark") =>
+        {
+            let message = "`benchmark` is a command of z-lab's Python package, whose program has this \
+                           name too; drafters are measured with `dflash eval` here";
+            return usage_error("", ErrorKind::InvalidSubcommand, message);
         }
         ErrorKind::UnknownArgument => drop_advice_to_escape(args, &mut error),
         _ => {}

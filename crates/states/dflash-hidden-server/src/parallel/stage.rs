@@ -35,7 +35,7 @@ impl Stage {
     /// Loads this rank's part of the target in `dir`.
     ///
     /// # Errors
-    /// As [`Part::load`].
+    /// As [`TargetPart::load`].
     pub(crate) fn load(
         dir: &Path,
         options: &PrefillOptions<'_>,
