@@ -16,7 +16,7 @@
 //!   for;
 //! - [`Trackers`] writes the lines for TensorBoard, MLflow and Weights & Biases.
 //!
-//! docs/formats.md describes all of it; a test compares its keys with the types here.
+//! docs/formats.md and FILES.md describe all of it; a test compares their keys with the types here.
 
 mod acceptance;
 mod changes;

@@ -38,7 +38,7 @@ pub trait Line: Serialize + DeserializeOwned {
 }
 
 /// Teacher-forced metrics: every block starts from the data's context. `None` without slots.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TeacherForced {
     #[serde(alias = "eval_loss")]
@@ -56,7 +56,7 @@ pub struct TeacherForced {
 
 /// One line of metrics: sums and ratios over the steps since the last. A number that is unknown, or
 /// not finite, is null.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricLine {
     pub step: u64,
@@ -106,7 +106,7 @@ pub struct MetricLine {
 }
 
 /// Statistics of the hidden-state requests since the process started, all ranks.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StreamCounters {
@@ -125,7 +125,7 @@ pub struct StreamCounters {
 }
 
 /// One line of validation; keys that were not requested are absent.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ValidationLine {
     pub step: u64,
@@ -137,7 +137,7 @@ pub struct ValidationLine {
 }
 
 /// Teacher-forced metrics of the held-out rows, with the same anchors every time.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeldOutRows {
     #[serde(flatten)]
@@ -149,7 +149,7 @@ pub struct HeldOutRows {
 }
 
 /// Metrics of real greedy decoding on the held-out prompts.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeldOutPrompts {
     #[serde(flatten)]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// Contents of `run.json`: the last start, and what is recorded of earlier ones.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Provenance {
@@ -25,7 +25,7 @@ pub struct Provenance {
 }
 
 /// The result of checking a source of hidden states before the first step.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SourceCheck {
@@ -42,7 +42,7 @@ pub struct SourceCheck {
 
 /// How close the log-probabilities that a source reports are to those computed from its last
 /// states, nats.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Agreement {
@@ -53,7 +53,7 @@ pub struct Agreement {
 }
 
 /// An earlier start of the run.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Start {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Checkpoint, Error};
 
 /// How far a run has come. Fields that earlier releases did not write have defaults.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Position {
     pub step: u64,
@@ -68,7 +68,7 @@ pub struct Position {
 /// The position of a learning-rate schedule, which is laid out over `planned` steps and stretched
 /// if the run's length changes: step `since` was at `at`, and the last one, `total`, will be at the
 /// end.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SchedulePosition {
     pub planned: u64,
@@ -89,7 +89,7 @@ pub enum ServedWeights {
 }
 
 /// Contents of `trainer/state.json`: how far the run had come.
-#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[expect(missing_docs, reason = "FILES.md describes every key")]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
     #[serde(flatten)]

@@ -42,7 +42,7 @@ pub struct StepReport {
     pub step_ms: f64,
     /// Supervised slots per second, at the median step time.
     pub slots_per_s: f64,
-    /// On a CPU, step time predicted from its measured speeds (docs/plan.md), milliseconds.
+    /// On a CPU, step time predicted from products and copies timed on it, milliseconds.
     pub predicted_ms: Option<f64>,
     /// Loss of the last step, nats.
     pub loss: f64,

@@ -14,7 +14,8 @@ struct Names {
 enum Accepted {
     /// In a counter of their own, and possibly one by position.
     Counter(&'static str, Option<&'static str>),
-    /// Indirectly: they are the tokens minus one per step and the first of each request.
+    /// Indirectly: they are the tokens minus one per step and the first of each request. Tokens of a
+    /// last block that the limit cuts off are missing.
     Rest { tokens: &'static str, requests: &'static str },
 }
 
