@@ -144,9 +144,8 @@ fn words(text: &str) -> usize {
 #[test]
 fn the_book_is_short_enough_to_be_read() {
     let docs = root().join("docs");
-    let count = |page: &Path| {
-        fs::read_to_string(page).expect("readable").split_whitespace().count()
-    };
+    let count =
+        |page: &Path| fs::read_to_string(page).expect("readable").split_whitespace().count();
     // flags.md is made from the definitions of the flags.
     let written = pages(&docs).into_iter().filter(|page| !page.ends_with("flags.md"));
     let total: usize = written.map(|page| count(&page)).sum();
