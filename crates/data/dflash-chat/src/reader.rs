@@ -93,10 +93,15 @@ fn decompressed(mut file: BufReader<Counted>) -> io::Result<Box<dyn Read + Send>
     if start.starts_with(GZIP) {
         return Ok(Box::new(MultiGzDecoder::new(file)));
     }
-    if start.starts_with(ZSTANDARD) {
+    if start.starts_with(ZSTANDARD) || is_skippable_frame(start) {
         return Ok(Box::new(zstd::stream::read::Decoder::with_buffer(file)?));
     }
     Ok(Box::new(file))
+}
+
+/// Whether a file begins with a Zstandard frame without data: pzstd writes one before each part.
+fn is_skippable_frame(start: &[u8]) -> bool {
+    matches!(start, [first, 0x2a, 0x4d, 0x18, ..] if first & 0xf0 == 0x50)
 }
 
 /// A file that counts the bytes read from it.

@@ -94,6 +94,26 @@ impl ChatTemplate {
         more: &Map<String, Value>,
     ) -> Result<String, Error> {
         check_variables(more)?;
+        let rendered = self.render_once(messages, tools, add_generation_prompt, more);
+        if rendered.is_ok() || messages.iter().all(|message| !message.content.is_null()) {
+            return rendered;
+        }
+        // OpenAI's own form of a turn that only calls tools; many templates want a text.
+        let with_text = |message: &Message| match message.content {
+            Value::Null => Message { content: "".into(), ..message.clone() },
+            _ => message.clone(),
+        };
+        let messages: Vec<Message> = messages.iter().map(with_text).collect();
+        self.render_once(&messages, tools, add_generation_prompt, more).or(rendered)
+    }
+
+    fn render_once(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+        more: &Map<String, Value>,
+    ) -> Result<String, Error> {
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let mut variables = self.variables.clone();
         variables.extend(more.clone());

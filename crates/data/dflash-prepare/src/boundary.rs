@@ -22,7 +22,7 @@ use dflash_chat::{ChatTokenizer, Conversation, Error, Message, Role, SegmentCach
 use dflash_data::Sample;
 use serde_json::Value;
 
-use crate::answer::{Renders, find_answer, lacks_reasoning, with_other_answer};
+use crate::answer::{Renders, find_answer, lacks_reasoning, text_of, with_other_answer};
 use crate::outcome::{Answers, DropReason};
 
 /// Why a conversation gives no samples.
@@ -148,6 +148,7 @@ impl Renderer<'_> {
         let mut full = self.render(&messages[..=index], false)?;
         self.cut([&mut prompt.ids, &mut full.ids]);
         let (mut ids, boundary) = if full.ids.starts_with(&prompt.ids) {
+            self.check_printed(index, &prompt, &full)?;
             self.answers.after_prompt += 1;
             (full.ids.clone(), prompt.ids.len())
         } else {
@@ -162,6 +163,21 @@ impl Renderer<'_> {
         Ok(Turn { answer: boundary..end.unwrap_or(ids.len()), full: ids })
     }
 
+    /// Refuses a turn whose text the template leaves out, such as text in parts: what it prints after
+    /// the prompt would be learned as an empty answer.
+    fn check_printed(&self, index: usize, prompt: &Render, full: &Render) -> Result<(), Refusal> {
+        let messages = &self.conversation.messages[..=index];
+        let text = text_of(&messages[index].content);
+        let answer = full.text.strip_prefix(&prompt.text).unwrap_or(&full.text);
+        if answer.contains(text) {
+            return Ok(());
+        }
+        match self.text(&with_other_answer(messages), false) {
+            Ok(other) if other == full.text => Err(Refusal::Dropped(DropReason::AnswerNotFound)),
+            _ => Ok(()),
+        }
+    }
+
     /// The row of a turn whose render does not start with its generation prompt, and where the
     /// answer starts in it.
     fn found_by_text(
@@ -171,11 +187,12 @@ impl Renderer<'_> {
         full: &Render,
     ) -> Result<(Vec<i64>, usize), Refusal> {
         let messages = self.conversation.messages.as_slice();
-        let asked = messages[index - 1].content.as_str().unwrap_or_default();
+        let asked = text_of(&messages[index - 1].content);
+        let before = self.text(&messages[..index], false).ok();
         let other = self.text(&with_other_answer(&messages[..=index]), false).ok();
         let found = other.and_then(|other| {
             let (full, prompt) = (full.text.as_str(), prompt.text.as_str());
-            find_answer(Renders { full, other: &other, prompt, asked })
+            find_answer(Renders { full, other: &other, prompt, before: before.as_deref(), asked })
         });
         let Some(found) = found else {
             return Err(Refusal::Dropped(DropReason::AnswerNotFound));
@@ -212,17 +229,34 @@ impl Renderer<'_> {
     /// tokens up to the first that ends generation, if only white space stands before it. After the
     /// last turn a user's is assumed.
     fn end_in_next_turn(&mut self, index: usize, full: &str) -> Result<Vec<i64>, Error> {
-        let messages = self.conversation.messages.as_slice();
-        let next = Message::text(Role::User, "x");
-        let next = messages.get(index + 1).unwrap_or(&next);
-        let longer: Vec<Message> = messages[..=index].iter().chain([next]).cloned().collect();
-        // A template may refuse this; turns of the conversation are rendered for their own sake.
-        let longer = self.text(&longer, false).unwrap_or_default();
-        let mut ids = self.encode(longer.strip_prefix(full).unwrap_or_default())?;
+        let turns = self.conversation.messages[..=index].to_vec();
+        // A template may refuse these; turns of the conversation are rendered for their own sake.
+        let mut behind = self.printed_with_next(&turns, Some(full));
+        if behind.is_none() {
+            // Earlier reasoning is dropped once there is a next turn.
+            let mut plain = turns;
+            if let Some(turn) = plain.last_mut() {
+                turn.content = "x".into();
+                turn.reasoning_content = None;
+            }
+            behind = self.printed_with_next(&plain, None);
+        }
+        let mut ids = self.encode(&behind.unwrap_or_default())?;
         let end = ids.iter().position(|&id| self.tokenizer.ends_answers(id));
         let end = end.filter(|&end| self.is_white_space(&ids[..end]));
         ids.truncate(end.map_or(0, |end| end + 1));
         Ok(ids)
+    }
+
+    /// What the template prints after `turns`, whose render is `full` if it is known, when the next
+    /// turn follows.
+    fn printed_with_next(&self, turns: &[Message], full: Option<&str>) -> Option<String> {
+        let assumed = Message::text(Role::User, "x");
+        let next = self.conversation.messages.get(turns.len()).unwrap_or(&assumed);
+        let longer: Vec<Message> = turns.iter().chain([next]).cloned().collect();
+        let full =
+            full.map_or_else(|| self.text(turns, false).ok(), |full| Some(full.to_owned()))?;
+        Some(self.text(&longer, false).ok()?.strip_prefix(&full)?.to_owned())
     }
 
     fn is_white_space(&self, ids: &[i64]) -> bool {
@@ -257,14 +291,16 @@ impl Renderer<'_> {
         }
     }
 
-    /// Whether the turn has only tool calls, and the template does not print them.
+    /// Whether the turn has tool calls, and the template does not print them: an end of turn after its
+    /// text would be learned where the target called a tool.
     fn leaves_calls_out(&self, index: usize) -> Result<bool, Error> {
         let messages = &self.conversation.messages[..=index];
         let turn = &messages[index];
-        if turn.tool_calls.is_none() || turn.has_content() {
+        if turn.tool_calls.is_none() {
             return Ok(false);
         }
-        let silent = Message { tool_calls: None, content: "".into(), ..turn.clone() };
+        let content = if turn.has_content() { turn.content.clone() } else { "".into() };
+        let silent = Message { tool_calls: None, content, ..turn.clone() };
         let without: Vec<Message> = messages[..index].iter().cloned().chain([silent]).collect();
         // A template may refuse a turn without calls; then it does print them.
         let without = self.text(&without, false).ok();

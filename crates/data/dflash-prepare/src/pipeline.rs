@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use dflash_chat::{Conversation, Role, Row, SegmentCache, parse_row, unread_columns};
+use dflash_chat::{Conversation, Message, Role, Row, SegmentCache, parse_row, unread_columns};
 use dflash_data::Sample;
 use dflash_settings::PrepareSettings;
 
@@ -126,6 +126,11 @@ fn work(waiting: &Mutex<Receiver<Task>>, job: Job<'_>) {
     }
 }
 
+/// Blank text is nothing to learn: templates that trim it would print an empty answer.
+fn says_something(message: &Message) -> bool {
+    message.has_content() && message.content.as_str().is_none_or(|text| !text.trim().is_empty())
+}
+
 impl Job<'_> {
     /// The results of a chunk, or its first error, of the reader or of a row.
     fn chunk(&self, records: Vec<Result<Record, Error>>, cache: &mut SegmentCache) -> Reply {
@@ -199,7 +204,7 @@ impl Job<'_> {
         let had_messages = !messages.is_empty();
         messages.retain(|message| {
             let is_kept = message.role != Role::Assistant
-                || message.has_content()
+                || says_something(message)
                 || message.tool_calls.is_some();
             if !is_kept {
                 out.tally.drop_turn(DropReason::EmptyTurn, || record.place());

@@ -1,6 +1,6 @@
 //! Records of JSON, JSON Lines and Parquet files.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -42,6 +42,15 @@ pub(super) fn is_known(path: &Path) -> bool {
     }
 }
 
+/// Whether the file describes data, by its name without an ending of compressed text.
+fn is_metadata(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let endings = COMPRESSED.map(|ending| format!(".{ending}"));
+    let name =
+        endings.iter().find_map(|ending| name.strip_suffix(ending.as_str())).unwrap_or(&name);
+    METADATA.contains(&name)
+}
+
 /// The data files below a directory, in order of their paths. Hidden files, files that describe the
 /// data, and links back to a directory that the walk is in are left out.
 pub(super) fn of_directory(dir: &Path) -> Result<Vec<PathBuf>, Error> {
@@ -68,11 +77,14 @@ fn collect(dir: &Path, above: &mut Vec<PathBuf>, files: &mut Vec<PathBuf>) -> Re
     for entry in std::fs::read_dir(dir).map_err(read)? {
         let entry = entry.map_err(read)?;
         let (path, name) = (entry.path(), entry.file_name());
-        let is_left_out = name.as_encoded_bytes().starts_with(b".")
-            || METADATA.iter().any(|known| name == *known);
-        if path.is_dir() && !name.as_encoded_bytes().starts_with(b".") {
+        if name.as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
+        // A link that leads nowhere is told when it is read.
+        let metadata = path.metadata().ok();
+        if metadata.as_ref().is_some_and(Metadata::is_dir) {
             collect(&path, above, files)?;
-        } else if !is_left_out && is_known(&path) {
+        } else if metadata.is_none_or(|it| it.is_file()) && is_known(&path) && !is_metadata(&path) {
             files.push(path);
         }
     }

@@ -132,3 +132,31 @@ fn a_cut_row_is_the_start_of_the_whole_one() {
         }
     }
 }
+
+#[test]
+fn what_a_template_leaves_out_is_not_learned_as_an_empty_answer() {
+    let bench = Bench::new(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n\
+         {% if m.content is string %}{{ m.content | trim }}{% endif %}<|im_end|>\n{% endfor %}\
+         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let row = |answer: Value| {
+        let turns = [json!({"role": "user", "content": "q"}), answer];
+        json!({"messages": turns}).to_string() + "\n"
+    };
+    let rows = [
+        row(json!({"role": "assistant", "content": [{"type": "text", "text": "a"}]})),
+        row(json!({"role": "assistant", "content": "  "})),
+        row(json!({"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]})),
+        row(json!({"role": "assistant", "content": " a "})),
+    ];
+    let summary = bench.prepare(&rows.concat()).unwrap().to_string();
+    assert_eq!(super::marked(&bench.path("out")), ["<user/q>/<assistant/[a>]/"]);
+    for line in [
+        "1: an answer that the chat template does not print (first: ",
+        "1: assistant turn with neither content nor tool calls (first: ",
+        "1: assistant turn of tool calls, which the chat template does not print (first: ",
+    ] {
+        assert!(summary.contains(line), "{line}\n{summary}");
+    }
+}

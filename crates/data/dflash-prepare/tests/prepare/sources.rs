@@ -31,10 +31,13 @@ fn compressed_text_is_read_whatever_its_name_says() {
     let zstandard = zstd::encode_all(text.as_bytes(), 1).unwrap();
     // Two parts, as parallel compressors write them.
     let parts = [gzip(&text), gzip(ROW)].concat();
+    // pzstd's: each part behind a frame that says how long it is.
+    let sizes = [b"\x50\x2a\x4d\x18\x04\0\0\0abcd", &zstandard[..]].concat();
     for (name, bytes, rows) in [
         ("rows.jsonl.gz", gzip(&text), 2),
         ("parts.jsonl.gz", parts, 3),
         ("array.json.gz", gzip(&format!("[{ROW},\n{ROW}]")), 2),
+        ("sizes.jsonl.zst", [&sizes[..], &sizes].concat(), 4),
         ("rows.jsonl.zst", zstandard, 2),
         ("disguised.jsonl", gzip(&text), 2),
         ("UPPER.JSONL", text.clone().into_bytes(), 2),
@@ -98,9 +101,13 @@ fn a_folder_gives_its_data_and_nothing_else() {
         let bytes = if name.ends_with("gz") { gzip(ROW) } else { ROW.as_bytes().to_vec() };
         fs::write(folder.join(name), bytes).unwrap();
     }
-    for name in ["dataset_dict.json", "metadata.json", "part/dataset_info.json"] {
+    for name in ["dataset_dict.json", "METADATA.JSON", "part/dataset_info.json"] {
         fs::write(folder.join(name), r#"{"splits": ["train"]}"#).unwrap();
     }
+    fs::write(folder.join("config.json.gz"), gzip("{}")).unwrap();
+    // Reading a pipe would wait for ever.
+    let pipe = std::process::Command::new("mkfifo").arg(folder.join("pipe.jsonl")).status();
+    assert!(pipe.unwrap().success());
     // A link to where the walk is leads round and round; one to another folder is followed.
     std::os::unix::fs::symlink(&folder, folder.join("part/round")).unwrap();
     fs::create_dir(bench.path("elsewhere")).unwrap();
