@@ -185,8 +185,14 @@ fn every_command_is_in_the_books_list() {
         "push",
         "doctor",
         "demo",
+        "demo-target",
+        "recipes",
+        "completions",
+        "man",
     ] {
-        assert!(commands.contains(&format!("- [{name}](")), "{name} is not listed");
+        let listed = commands.lines().filter_map(|line| line.split_once('[')?.1.split_once("]("));
+        let mut names = listed.flat_map(|(names, _)| names.split(", "));
+        assert!(names.any(|listed| listed == name), "{name} is not listed");
     }
 }
 

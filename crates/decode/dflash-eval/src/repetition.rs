@@ -8,9 +8,11 @@ use std::collections::HashSet;
 use std::hash::Hash;
 
 /// Shorter answers are not judged: "yes yes" is not a loop.
-const SHORTEST: usize = 16;
-/// Longest cycle that is looked for: a sentence.
-const LONGEST_CYCLE: usize = 32;
+const SHORTEST: usize = 8;
+/// Of shorter answers than this nearly all must be a loop: "100000" is half of one that says it.
+const LONG: usize = 16;
+/// Longest cycle that is looked for: a paragraph.
+const LONGEST_CYCLE: usize = 128;
 /// Times that a cycle must be seen in a row.
 const TIMES: usize = 3;
 /// Tokens of a window in which distinct ones are counted.
@@ -19,11 +21,15 @@ const WINDOW: usize = 32;
 /// every window of 32; babble of "is is times, which is times" has 5.
 const POOR: usize = 4;
 
-/// Whether at least half of `tokens` is one cycle of up to 32 tokens, three times or more in a row, or more
-/// than half of its windows of 32 tokens have fewer than 8 distinct ones. Answers of fewer than 16 tokens do
-/// not repeat themselves.
+/// Whether at least half of `tokens` is one cycle of up to 128 tokens, three times or more in a row, or
+/// more than half of its windows of 32 tokens have fewer than 8 distinct ones. Of fewer than 16 tokens all
+/// but one must be the cycle; answers of fewer than 8 do not repeat themselves.
 pub fn repeats<T: Eq + Hash>(tokens: &[T]) -> bool {
-    tokens.len() >= SHORTEST && (has_cycle(tokens) || is_poor(tokens))
+    match tokens.len() {
+        0..SHORTEST => false,
+        length @ SHORTEST..LONG => has_cycle(tokens, length - 1),
+        length => has_cycle(tokens, length.div_ceil(2)) || is_poor(tokens),
+    }
 }
 
 /// The same of a text whose tokens are not known: words and single signs stand for them.
@@ -31,7 +37,8 @@ pub(crate) fn text_repeats(text: &str) -> bool {
     repeats(&pieces(text))
 }
 
-fn has_cycle<T: Eq>(tokens: &[T]) -> bool {
+/// Whether one cycle covers `enough` tokens in a row.
+fn has_cycle<T: Eq>(tokens: &[T], enough: usize) -> bool {
     let covered = |period: usize| {
         let (mut run, mut covered) = (0, 0);
         for at in period..tokens.len() {
@@ -42,7 +49,7 @@ fn has_cycle<T: Eq>(tokens: &[T]) -> bool {
         }
         covered
     };
-    (1..=LONGEST_CYCLE).any(|period| 2 * covered(period) >= tokens.len())
+    (1..=LONGEST_CYCLE).any(|period| covered(period) >= enough)
 }
 
 fn is_poor<T: Eq + Hash>(tokens: &[T]) -> bool {
@@ -85,6 +92,10 @@ mod tests {
             "The times, which is times, which is is is times, which is is is times, which is times, which is times, is is",
             true,
         );
+        let paragraph: String = (0..60).map(|word| format!("word{word} ")).collect();
+        check(&paragraph.repeat(5), true);
+        check(&paragraph.repeat(2), false);
+        check("The answer is 1 0 0 0 0 0", false);
         // Half of it is the loop.
         check(
             &format!(

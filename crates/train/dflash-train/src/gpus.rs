@@ -85,12 +85,17 @@ impl Gpu {
     }
 }
 
-/// Whether `name` has `part` in it with no digit after it: an H1000 is not an H100. GH200, a B200 in a
-/// GB200's name and the like are what they contain.
+/// Whether `name` has `part` in it as a word of its own: an H1000 or an A10G is not an H100 or an A10,
+/// and a laptop's GPU is smaller than its name. A GH200 and a GB200 are what they contain.
 fn contains_name(name: &str, part: &str) -> bool {
-    let ends = name.match_indices(part).map(|(at, part)| at + part.len());
-    let mut after = ends.map(|end| name[end..].chars().next());
-    after.any(|next| next.is_none_or(|next| !next.is_ascii_digit()))
+    let is_whole = |(at, part): (usize, &str)| {
+        let (before, after) = (&name[..at], &name[at + part.len()..]);
+        let starts = before.ends_with(|letter: char| !letter.is_alphanumeric());
+        let is_grace = before == "g" || before.ends_with(" g");
+        let ends = after.chars().next().is_none_or(|letter| !letter.is_alphanumeric());
+        (before.is_empty() || starts || is_grace) && ends
+    };
+    !name.contains("laptop") && name.match_indices(part).any(is_whole)
 }
 
 #[cfg(test)]
@@ -113,6 +118,10 @@ mod tests {
         check("NVIDIA GeForce RTX 4090", Some(165.2));
         check("NVIDIA GB200", Some(2500.0));
         check("NVIDIA Unheard 9", None);
+        check("NVIDIA A10G", None);
+        check("NVIDIA GeForce RTX 4090 Laptop GPU", None);
+        check("h100x", None);
+        check("notanh100really", None);
         for other in ["h1000", "b2000", "NVIDIA L400", "a1000"] {
             check(other, None);
         }

@@ -54,7 +54,6 @@ const SET_FIRST: [(&str, &[&str]); 11] = [
             "total_seq_len",
             "max_anchors",
             "num_layers",
-            "block_size",
             "lr",
             "nproc",
         ],
@@ -66,16 +65,14 @@ const SET_FIRST: [(&str, &[&str]); 11] = [
             "data_path",
             "rows",
             "mean_length",
+            "suggest",
             "nproc",
-            "nnodes",
             "device",
             "colocate",
             "epochs",
             "total_seq_len",
             "max_anchors",
             "num_layers",
-            "block_size",
-            "json",
         ],
     ),
     (
@@ -326,8 +323,8 @@ mod tests {
     use super::super::definition;
     use super::*;
 
-    /// Flags of a command that `-h` shows at most, `-h` itself included.
-    const MOST_FLAGS: usize = 16;
+    /// Flags of a command that `-h` shows at most: twelve, `-h` and `-V`.
+    const MOST_FLAGS: usize = 14;
 
     fn each(command: &Command, check: &mut impl FnMut(&Command)) {
         check(command);

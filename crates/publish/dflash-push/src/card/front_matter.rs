@@ -35,9 +35,15 @@ impl Card<'_> {
         let gguf = self.drafter.gguf().next().map(|_| "gguf");
         let tags = ["dflash", "speculative-decoding", "draft-model", "block-diffusion"];
         put("tags", json!(tags.into_iter().chain(gguf).collect::<Vec<_>>()));
-        if !self.evidence.is_empty() {
+        // Figures of text that repeats itself would be listed beside those of others.
+        let told: Vec<_> = self
+            .evidence
+            .iter()
+            .filter(|report| !Evaluation::is_repetitive(report.repetitive, report.responses))
+            .collect();
+        if !told.is_empty() {
             let name = self.settings.repo.split('/').next_back();
-            let results: Vec<Value> = self.evidence.iter().map(result).collect();
+            let results: Vec<Value> = told.into_iter().map(result).collect();
             put("model-index", json!([{"name": name, "results": results}]));
         }
         yaml::document(&map)

@@ -23,13 +23,16 @@ impl Card<'_> {
         };
         format!(
             "**{} times as fast as plain decoding** on {} ({}, {} answers), with {:.2} tokens per \
-             verify step of at most {}{same}.",
+             verify step of at most {}{same}.{}",
             speed_up(report),
             plain(&prompts_name(report)),
             report.mode,
             report.responses,
             report.acceptance.acceptance_length,
-            report.block_size
+            report.block_size,
+            Evaluation::repetition(report.repetitive, report.responses)
+                .filter(|_| Evaluation::is_repetitive(report.repetitive, report.responses))
+                .map_or_else(String::new, |sentence| format!(" But {sentence}."))
         )
     }
 

@@ -114,6 +114,19 @@ impl Card<'_> {
                 writeln!(text, "hf download {repo} {file}{revision} --local-dir .").expect("grows");
                 (*file).to_owned()
             }
+            // The converter reads neither the vocabulary's file nor other layouts.
+            None if self.drafter.shape.layout != Layout::ZLab
+                || self.is_pruned_for_dflash_alone() =>
+            {
+                writeln!(
+                    text,
+                    "# There is no GGUF file here; dflash makes one.\n\
+                     dflash export --target TARGET_DIR --draft {repo} --format gguf --output \
+                     drafter.gguf"
+                )
+                .expect("grows");
+                "drafter.gguf".to_owned()
+            }
             None => {
                 writeln!(
                     text,
