@@ -63,7 +63,7 @@ pub(crate) fn check_memory(bytes: f64, key: &'static str, value: usize) -> Resul
 }
 
 /// The machine's memory in bytes.
-fn memory_bytes() -> Option<f64> {
+pub(crate) fn memory_bytes() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
     let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;

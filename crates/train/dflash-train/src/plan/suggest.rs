@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use super::{Plan, PlannedDevice, plan};
 use crate::config::DraftShape;
+use crate::machine::memory_bytes;
 use crate::{Error, setup};
 
 pub use commands::Typed;
@@ -30,6 +31,9 @@ const CPU_VALUES: [Values; 3] = [
 ];
 /// Anchors of a row to try on GPUs where there are more: the blocks that a row trains, and most of its work.
 const FEWER_ANCHORS: usize = 1024;
+/// Rows and anchors where nothing else fits: a 4B target and its draft in 24 GB.
+const SHORT_ROWS: usize = 2048;
+const FEWEST_ANCHORS: usize = 128;
 
 struct Values {
     layers: usize,
@@ -188,6 +192,16 @@ impl Compared<'_> {
             let fewer = self.together(&settings, &self.plan(&settings)?, &flags);
             ways.push(Way { changes_training: true, ..fewer });
         }
+        if ways.iter().all(|way| way.reason.is_some()) {
+            settings.rows.max_anchors = Some(FEWEST_ANCHORS);
+            settings.rows.total_seq_len = Some(SHORT_ROWS);
+            let flags = [
+                ("--total-seq-len", Some(SHORT_ROWS.to_string())),
+                ("--max-anchors", Some(FEWEST_ANCHORS.to_string())),
+            ];
+            let shorter = self.together(&settings, &self.plan(&settings)?, &flags);
+            ways.push(Way { changes_training: true, ..shorter });
+        }
         Ok(ways)
     }
 
@@ -203,7 +217,8 @@ impl Compared<'_> {
         };
         let mut ways = Vec::new();
         for values in &CPU_VALUES {
-            if way.hours.is_some_and(|hours| hours[1] <= PATIENCE_HOURS) {
+            let is_short = way.hours.is_some_and(|hours| hours[1] <= PATIENCE_HOURS);
+            if is_short && way.reason.is_none() {
                 break;
             }
             way.reason.get_or_insert(format!("takes longer than {PATIENCE_HOURS:.0} hours"));
@@ -243,6 +258,9 @@ impl Compared<'_> {
         flags.extend(["--nproc".to_owned(), settings.nproc.to_string()]);
         if settings.nnodes > 1 {
             flags.extend(["--nnodes".to_owned(), settings.nnodes.to_string()]);
+            // On the first machine; the others have their own number.
+            let meeting = ["--node-rank", "0", "--rdzv-endpoint", "MACHINE_0:29500"];
+            flags.extend(meeting.map(str::to_owned));
         }
         let mut with = String::new();
         for (flag, value) in values {
@@ -350,11 +368,15 @@ impl Compared<'_> {
         }
     }
 
-    /// Why a process of so many bytes does not fit on the GPU.
+    /// Why a process of so many bytes does not fit on the GPU, or with the others in this machine's memory.
     fn too_large(&self, bytes: f64, who: &str) -> Option<String> {
-        let PlannedDevice::Gpu(_, gpu) = &self.place else { return None };
-        (bytes > FULL * gpu.memory * 1e9)
-            .then(|| format!("{who} needs {:.1} of {:.0} GB", bytes / 1e9, gpu.memory))
+        let memory = match &self.place {
+            PlannedDevice::Gpu(_, gpu) => gpu.memory * 1e9,
+            PlannedDevice::UnknownGpu(_) => return None,
+            PlannedDevice::Cpu => memory_bytes()? / self.settings.nproc as f64,
+        };
+        (bytes > FULL * memory)
+            .then(|| format!("{who} needs {:.1} of {:.0} GB", bytes / 1e9, memory / 1e9))
     }
 }
 
