@@ -160,3 +160,31 @@ fn what_a_template_leaves_out_is_not_learned_as_an_empty_answer() {
         assert!(summary.contains(line), "{line}\n{summary}");
     }
 }
+
+#[test]
+fn an_end_that_comes_with_the_next_turn_is_found_where_that_drops_reasoning() {
+    let bench = Bench::new(
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_end|>{% else %}<|im_start|>\
+         {% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{% endif %}\
+         {{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
+    );
+    fs::write(bench.path("model/generation_config.json"), r#"{"eos_token_id": 257}"#).unwrap();
+    let turns = json!([{"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"}]);
+    bench.prepare(&json!({"messages": turns}).to_string()).unwrap();
+    assert_eq!(super::marked(&bench.path("out")), [">q<[(r)a>]"]);
+}
+
+#[test]
+fn a_turn_that_only_calls_a_tool_may_have_null_for_content() {
+    let bench = Bench::new(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.strip() }}\
+         {% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}\
+         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let turns = json!([{"role": "user", "content": "q"},
+        {"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}]);
+    bench.prepare(&json!({"messages": turns}).to_string()).unwrap();
+    let expect = r#"<user/q>/<assistant/[[{"name": "f"}]>]/"#;
+    assert_eq!(super::marked(&bench.path("out")), [expect]);
+}
